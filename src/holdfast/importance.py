@@ -1,0 +1,64 @@
+"""How important a neuron is: eq. 2 to 4 of the paper, measured while autograd goes backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
+    """Eq. 2 without its constant factor: the sum over samples of |mean over positions of n * dL/dn|, per neuron.
+
+    Samples lie along axis 0 and neurons along `axis`; all other axes are positions. Where the neurons themselves
+    lie along axis 0 there is one sample.
+
+    >>> n = torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])  # one sample, two neurons, two positions
+    >>> taylor(n, torch.ones_like(n), axis=1)
+    tensor([2., 1.])
+    """
+    precise = torch.promote_types(activation.dtype, torch.float32)
+    product = activation.to(precise) * gradient
+    positions = [i for i in range(product.dim()) if i not in (0, axis)]
+    per_sample = product.mean(positions) if positions else product
+    return per_sample.abs() if axis == 0 else per_sample.abs().sum(0)
+
+
+class Observe(torch.autograd.Function):
+    """The identity, whose backward also hands `taylor` of the activation to `carrier` as its gradient.
+
+    So importance rides on autograd: it adds up over calls and micro-batches by itself, and no code runs per neuron.
+    With `copy` the output has memory of its own, for activations that the model goes on to change in place.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(activation: Tensor, carrier: Tensor, axis: int, copy: bool) -> Tensor:
+        return activation.clone() if copy else activation.view_as(activation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
+        activation, _, ctx.axis, _ = inputs
+        ctx.save_for_backward(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (activation,) = ctx.saved_tensors
+        return gradient, taylor(activation.detach(), gradient.detach(), ctx.axis), None, None
+
+
+def moving_average(importance: Tensor, measured: Tensor, layer: Tensor, sizes: Tensor, rate: float) -> Tensor:
+    """Eq. 3 and 4: divide by the layer's mean and move the average towards the result by `rate`.
+
+    All neurons of all layers stand in one row: `layer` says of each which layer it is in, `sizes` how many a layer has.
+    A layer without a usable measurement (all zero, or not finite) keeps the importance it had.
+
+    >>> layer, sizes = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    >>> moving_average(torch.zeros(3), torch.tensor([3.0, 1.0, torch.nan]), layer, sizes, rate=0.5)
+    tensor([0.7500, 0.2500, 0.0000])
+    """
+    mean = torch.segment_reduce(measured, "mean", lengths=sizes, unsafe=True)
+    usable = torch.isfinite(mean) & (mean > 0)
+    normalised = measured / mean.index_select(0, layer)  # eq. 3
+    average = torch.lerp(importance, normalised, rate)  # eq. 4
+    return torch.where(usable.index_select(0, layer), average, importance)

@@ -1,0 +1,297 @@
+"""Neuron-level plasticity control: important neurons learn more slowly (Algorithm 1 of the paper)."""
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from holdfast.importance import moving_average
+from holdfast.methods.method import Method
+from holdfast.neurons import Layer, find_layers
+from holdfast.observation import Observation
+from holdfast.plasticity import plasticity
+
+
+class NPC(Method):
+    """Wraps an optimizer so that each neuron changes by its plasticity times what the optimizer alone would do.
+
+    Args:
+        model: the model in training; nothing is added to it but hooks, which `close` takes off again.
+        optimizer: an optimizer of its parameters. Its learning rate is that of a fully plastic neuron.
+        beta: the importance from which a neuron is frozen; a layer's mean importance is 1.
+        rate: the weight of the newest measurement in the moving average of importance.
+        gain: the slope of plasticity in importance.
+        free: modules that keep the full learning rate, the task heads above all.
+        observe: where a layer's neurons are observed, as `{layer name: module name}`, if it cannot be found.
+        sample: one batch of inputs (a tensor, a tuple of arguments or a dict of keyword arguments). The places of
+            observation are then found at once instead of in the first training forward, as a model needs that is
+            compiled with `fullgraph=True` before its first step.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> optimizer = NPC(model, SGD(model.parameters(), lr=0.1), free=[model[2]])
+    >>> loss = model(torch.randn(16, 4)).square().mean()
+    >>> optimizer.zero_grad(); loss.backward(); optimizer.step()
+    >>> {name: tuple(values.shape) for name, values in optimizer.importance.items()}
+    {'0': (8,)}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        beta: float = 0.7,
+        rate: float = 5e-4,
+        gain: float = 1.0,
+        free: Iterable[nn.Module] = (),
+        observe: Mapping[str, str] | None = None,
+        sample: Any = None,
+    ) -> None:
+        super().__init__(model, optimizer)
+        self.beta = _positive("beta", beta)
+        self.rate = _positive("rate", rate, most=1)
+        self.gain = _positive("gain", gain)
+        self._free = _modules_of(self.model, free)
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        self._layers = find_layers(self.model, trained, self._free)
+        _check_layers(self.model, self._layers, trained)
+        self._observation = Observation(self.model, self._layers, trained, _places(self.model, self._layers, observe))
+        weakref.finalize(self, self._observation.close).atexit = False
+        if isinstance(model, DistributedDataParallel):
+            self._observation.process_group = model.process_group
+        self._prepare_importance()
+        self._started = False
+        self._closed = False
+        if sample is not None:
+            self._observation.rehearse(self.model, sample)
+
+    def _prepare_importance(self) -> None:
+        sizes = [layer.size for layer in self._layers]
+        like = [layer.parameters[0][0] for layer in self._layers]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in like) else torch.float32
+        self._importance = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
+        self._sizes = torch.tensor(sizes, device=like[0].device)
+        self._layer = torch.arange(len(sizes), device=like[0].device).repeat_interleave(self._sizes).int()
+
+    # ---- what a user looks at ----
+
+    @property
+    def importance(self) -> dict[str, Tensor]:
+        """The moving average of importance, one value per neuron, by layer."""
+        return dict(zip(self._names, self._split(self._importance), strict=True))
+
+    @property
+    def plasticity(self) -> dict[str, Tensor]:
+        """The share of the learning rate that each neuron keeps, one value per neuron, by layer."""
+        return dict(zip(self._names, self._split(self._plasticity()), strict=True))
+
+    @property
+    def _names(self) -> list[str]:
+        return [layer.name for layer in self._layers]
+
+    def _plasticity(self) -> Tensor:
+        return plasticity(self._importance, beta=self.beta, gain=self.gain)
+
+    def _split(self, values: Tensor) -> Sequence[Tensor]:
+        return values.split_with_sizes([layer.size for layer in self._layers])
+
+    # ---- a step ----
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._observation.discard()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._closed:
+            raise ValueError("this NPC is closed: build a new one, or go on with the optimizer that it wrapped")
+        self._observation.settle()
+        self._measure(self._observation.collect())
+        if _is_plain_sgd(self.wrapped):
+            self._step_with_scaled_gradients()
+        else:
+            self._step_and_scale_the_change()
+        return loss
+
+    def _measure(self, measured: list[Tensor | None]) -> None:
+        if not self._started:
+            self._start(measured)
+        home = next((values.device for values in measured if values is not None), self._importance.device)
+        if home != self._importance.device:  # the model was moved after this optimizer was built
+            self._importance, self._sizes, self._layer = (
+                tensor.to(home) for tensor in (self._importance, self._sizes, self._layer)
+            )
+        group = self._observation.process_group
+        if group is None and all(values is None for values in measured):
+            return
+        row = torch.cat(
+            [
+                self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
+                for layer, values in zip(self._layers, measured, strict=True)
+            ]
+        )
+        if group is not None:
+            dist.all_reduce(row, group=group)
+        self._importance = moving_average(self._importance, row, self._layer, self._sizes, self.rate)
+
+    def _step_with_scaled_gradients(self) -> None:
+        """For plain SGD, whose change is proportional to the gradient: eq. 11 to the letter, and no copy is needed."""
+        shares = list(self._shares())
+        gradients = [parameter.grad for parameter, _, _ in shares]
+        try:
+            for parameter, scale, frozen in shares:
+                assert parameter.grad is not None
+                parameter.grad = (parameter.grad * scale).masked_fill_(frozen, 0)
+            self.wrapped.step()
+        finally:
+            for (parameter, _, _), gradient in zip(shares, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _step_and_scale_the_change(self) -> None:
+        shares = list(self._shares())
+        before = [parameter.clone() for parameter, _, _ in shares]
+        self.wrapped.step()
+        for (after, scale, frozen), old in zip(shares, before, strict=True):
+            torch.where(frozen, old, torch.lerp(old, after, scale), out=after)
+
+    def _shares(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Each parameter about to change, its neurons' plasticity, and which of them are frozen, shaped like it."""
+        values = self._plasticity()
+        for layer, scale, frozen in zip(self._layers, self._split(values), self._split(values == 0), strict=True):
+            for parameter, spread in layer.parameters:
+                if parameter.grad is not None:
+                    yield parameter, spread(scale.to(parameter)), spread(frozen.to(parameter.device))
+
+    # ---- the first step says what a user should know ----
+
+    def _start(self, measured: list[Tensor | None]) -> None:
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "step() came before any backward(): there is no gradient to step along, and no importance has been "
+                "measured; call loss.backward() first"
+            )
+        self._started = True
+        if uncontrolled := self._uncontrolled(measured):
+            warnings.warn(
+                f"these parameters belong to no neuron that was observed and train at the full rate: "
+                f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
+                stacklevel=5,
+            )
+        if self._observation.process_group is None and _several_processes():
+            warnings.warn(
+                "several processes are running, but the model was not seen inside a DistributedDataParallel, so each "
+                "process measures importance alone; if they train one model, give NPC that wrapper as model",
+                stacklevel=5,
+            )
+
+    def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
+        controlled = {
+            parameter
+            for layer, values in zip(self._layers, measured, strict=True)
+            for parameter, _ in layer.parameters
+            if values is not None or parameter.grad is None
+        }
+        excused = {
+            p for module in (*self._free, *self._observation.unsettled) for p in module.parameters(recurse=False)
+        }
+        trained = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        return [name for name, p in self.model.named_parameters() if p in trained - controlled - excused]
+
+    # ---- state ----
+
+    def _memory(self) -> dict[str, Any]:
+        importance = {name: values.clone() for name, values in self.importance.items()}
+        return {"beta": self.beta, "rate": self.rate, "gain": self.gain, "importance": importance}
+
+    def _check_memory(self, memory: dict[str, Any]) -> None:
+        theirs = {name: len(values) for name, values in memory["importance"].items()}
+        ours = {layer.name: layer.size for layer in self._layers}
+        for name in (*ours, *theirs):
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"this state_dict is of another model: it has {theirs.get(name, 'no')} neurons in {name!r}, this "
+                    f"model has {ours.get(name, 'none under control')}; build the model and `free` as they were then"
+                )
+
+    def _remember(self, memory: dict[str, Any]) -> None:
+        self.beta, self.rate, self.gain = memory["beta"], memory["rate"], memory["gain"]
+        self._importance = torch.cat([memory["importance"][name].to(self._importance) for name in self._names])
+
+    def close(self) -> None:
+        self._observation.close()
+        self._closed = True
+
+
+def _is_plain_sgd(optimizer: Optimizer) -> bool:
+    return type(optimizer) is SGD and not any(
+        group["momentum"] or group["weight_decay"] or group["maximize"] for group in optimizer.param_groups
+    )
+
+
+def _several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _positive(name: str, value: float, most: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value <= most or math.isinf(value):
+        limit = "" if math.isinf(most) else f" and at most {most:g}"
+        raise ValueError(f"{name} must be above 0{limit}, got {value!r}")
+    return float(value)
+
+
+def _modules_of(model: nn.Module, free: Iterable[nn.Module]) -> list[nn.Module]:
+    if isinstance(free, nn.Module):
+        free = [free]
+    inside = set(model.modules())
+    chosen: list[nn.Module] = []
+    for module in free:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"free takes modules of the model, as in free=[model.head]; got {module!r}")
+        if module not in inside:
+            raise ValueError(f"free has a {type(module).__name__} that is not a module of this model: {module}")
+        chosen.extend(module.modules())
+    return chosen
+
+
+def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | None) -> dict[Layer, nn.Module]:
+    modules, by_name = dict(model.named_modules()), {layer.name: layer for layer in layers}
+    for layer_name, module_name in (observe or {}).items():
+        if layer_name not in by_name:
+            raise ValueError(f"observe: {layer_name!r} is no layer under control; there are {', '.join(by_name)}")
+        if module_name not in modules:
+            raise ValueError(f"observe: the model has no module {module_name!r} to observe {layer_name!r} at")
+        if module_name != layer_name and module_name in by_name:
+            raise ValueError(
+                f"observe: {module_name!r} shows its own neurons, so it cannot show those of {layer_name!r}"
+            )
+    return {by_name[layer]: modules[module] for layer, module in (observe or {}).items()}
+
+
+def _check_layers(model: nn.Module, layers: list[Layer], trained: set[nn.Parameter]) -> None:
+    if layers:
+        return
+    if not any(parameter in trained for parameter in model.parameters()):
+        raise ValueError(
+            "the optimizer holds none of the model's parameters: build it from this model's parameters(), after any "
+            "step that replaces them"
+        )
+    if find_layers(model, set(model.parameters()), free=()):
+        raise ValueError("no neuron is left to control: all of the model's layers in this optimizer are in free=")
+    raise ValueError(
+        f"{type(model).__name__} has no neurons to control: no Linear, Conv or ConvTranspose layer with a weight"
+    )

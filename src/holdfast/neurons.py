@@ -1,0 +1,99 @@
+"""Which neurons a model has: their layers, their parameters, and the axis along which they lie."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_TRAILING_NORMS = (nn.LayerNorm, nn.RMSNorm)
+NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *_INSTANCE_NORMS,
+    *_TRAILING_NORMS,
+)
+
+Spread = Callable[[Tensor], Tensor]
+"""Turns one value per neuron into a tensor that broadcasts over a parameter of these neurons."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """A set of neurons: the outputs of a module, or of several modules that share one weight."""
+
+    name: str
+    size: int
+    modules: list[nn.Module]
+    parameters: list[tuple[nn.Parameter, Spread]] = field(default_factory=list)
+    carrier: Tensor | None = None
+    """Receives the neurons' importance of the current step as its gradient."""
+
+    def own(self, parameter: nn.Parameter, spread: Spread) -> None:
+        if all(parameter is not mine for mine, _ in self.parameters):
+            self.parameters.append((parameter, spread))
+
+    def new_carrier(self, like: Tensor) -> Tensor:
+        precise = torch.promote_types(like.dtype, torch.float32)
+        return torch.zeros(self.size, dtype=precise, device=like.device, requires_grad=True)
+
+
+def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Collection[nn.Module]) -> list[Layer]:
+    """The layers of `model` that have a parameter among `trained` and are not inside a module of `free`."""
+    # Attention uses the weight of its output projection without calling that module, so it cannot be observed.
+    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    excluded = {parameter for module in (*free, *attention) for parameter in module.parameters()}
+    layers: dict[nn.Parameter, Layer] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LAYERS):
+            continue
+        parameters = dict(module.named_parameters(recurse=False))
+        weight = parameters.get("weight")  # absent when it is parametrised, so computed anew at every call
+        if weight is None or weight in excluded:
+            continue
+        layer = layers.setdefault(weight, Layer(name, _size(module), []))
+        layer.modules.append(module)
+        for parameter in parameters.values():
+            if parameter in trained:
+                layer.own(parameter, _spread(module, parameter))
+    return [layer for layer in layers.values() if layer.parameters]
+
+
+def _size(module: nn.Module) -> int:
+    return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)  # type: ignore[arg-type]
+
+
+def _spread(module: nn.Module, parameter: nn.Parameter) -> Spread:
+    dims = parameter.dim()
+    if isinstance(module, _TRANSPOSED) and dims > 1:  # weight: [inputs, outputs / groups, *kernel]
+        groups, inputs = module.groups, module.in_channels
+        trailing = [1] * (dims - 2)
+        return lambda values: (
+            values.view(groups, 1, -1).expand(groups, inputs // groups, -1).reshape(inputs, -1, *trailing)
+        )
+    return lambda values: values.view(-1, *[1] * (dims - 1))
+
+
+def adopt(layer: Layer, norm: nn.Module, trained: Collection[nn.Parameter]) -> None:
+    """Count the affine parameters of a normalisation among those of the layer it follows."""
+    for parameter in norm.parameters(recurse=False):
+        if parameter in trained:
+            layer.own(parameter, _spread(norm, parameter))
+
+
+def neuron_axis(module: nn.Module, output: Tensor) -> int:
+    """The axis of `module`'s output along which its neurons lie."""
+    if isinstance(module, nn.Linear):
+        return output.dim() - 1
+    if isinstance(module, _TRAILING_NORMS):
+        return output.dim() - len(module.normalized_shape)
+    if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        return output.dim() - len(module.kernel_size) - 1
+    if isinstance(module, _INSTANCE_NORMS):
+        spatial = next(i for i, kind in enumerate(_INSTANCE_NORMS, start=1) if isinstance(module, kind))
+        return output.dim() - spatial - 1
+    return 1
