@@ -121,7 +121,8 @@ class Observation:
             return None
         layers, follows = self._shown(module, args[0] if args else next(iter(kwargs.values()), None), outputs[0])
         seen = self._seen.setdefault(module, [])
-        seen.extend(layer for layer in layers or [None] if layer not in seen)
+        shown: Sequence[Layer | None] = layers or [None]
+        seen.extend(layer for layer in shown if layer not in seen)
         for layer in layers:
             outputs = [self._observe(outputs[0], layer, module)]
         for out in outputs:
