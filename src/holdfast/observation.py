@@ -197,11 +197,6 @@ class Observation:
 
     # ---- settling ----
 
-    @property
-    def unsettled(self) -> Collection[nn.Module]:
-        """The modules that no forward has gone through yet."""
-        return self._watches.keys()
-
     def settle(self) -> None:
         """Decide for every module seen since the last call; those not yet seen go on being watched."""
         if not self._seen:

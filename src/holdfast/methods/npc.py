@@ -188,27 +188,25 @@ class NPC(Method):
             warnings.warn(
                 f"these parameters belong to no neuron that was observed and train at the full rate: "
                 f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
-                stacklevel=5,
+                stacklevel=6,
             )
         if self._observation.process_group is None and _several_processes():
             warnings.warn(
                 "several processes are running, but the model was not seen inside a DistributedDataParallel, so each "
                 "process measures importance alone; if they train one model, give NPC that wrapper as model",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
+        free = {p for module in self._free for p in module.parameters(recurse=False)}
         controlled = {
             parameter
             for layer, values in zip(self._layers, measured, strict=True)
             for parameter, _ in layer.parameters
-            if values is not None or parameter.grad is None
+            if values is not None
         }
-        excused = {
-            p for module in (*self._free, *self._observation.unsettled) for p in module.parameters(recurse=False)
-        }
-        trained = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
-        return [name for name, p in self.model.named_parameters() if p in trained - controlled - excused]
+        trained = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
+        return [name for name, p in self.model.named_parameters() if p in trained - controlled - free]
 
     # ---- state ----
 

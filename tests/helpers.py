@@ -1,0 +1,59 @@
+"""What several tests need: small models, and the statistic of eq. 2 and 3 taken by a plain tensor hook."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+def gradient_at(model: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of module `name` and the loss's gradient there, on a copy of the model without holdfast."""
+    twin = copy.deepcopy(model)
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output.retain_grad()
+        kept.append(output)
+        return output.clone()  # what the model changes in place is not what was kept
+
+    twin.get_submodule(name).register_forward_hook(keep)
+    twin(x).square().mean().backward()
+    (n,) = kept
+    assert n.grad is not None
+    return n.detach(), n.grad
+
+
+def normalised_taylor(n: Tensor, g: Tensor, axis: int) -> Tensor:
+    product = (n * g).movedim(axis, 1).reshape(n.shape[0], n.shape[axis], -1)
+    c = product.mean(2).abs().mean(0)
+    return c / c.mean()
+
+
+class Block(nn.Module):
+    """Convolutions, normalisation and pooling called from `forward`, in an order of its own."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
+        self.conv = nn.Conv2d(2, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(nn.functional.max_pool2d(x, 2).flatten(2).mean(2))
+
+
+def mlp(inputs: int = 4, width: int = 6, outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
+    )
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name

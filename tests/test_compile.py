@@ -1,0 +1,101 @@
+"""NPC with torch.compile."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from helpers import Block, assert_same_bits, mlp, parameters_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
+
+BACKENDS = ["aot_eager"]
+if shutil.which("g++") or shutil.which("clang++"):
+    BACKENDS.append("inductor")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch.compiler.reset()
+
+
+def batches(model: nn.Module) -> list[Tensor]:
+    return [torch.randn(6, 4) if isinstance(model, nn.Sequential) else torch.randn(6, 2, 8, 8) for _ in range(4)]
+
+
+def inplace() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("build", [mlp, Block, inplace])
+def test_model_and_loss_in_one_graph(build: type[nn.Module], backend: str) -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    data = batches(model)
+    ours = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5, sample=data[0])
+    theirs = holdfast.NPC(plain, torch.optim.SGD(plain.parameters(), lr=0.1), rate=0.5)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    for x in data:
+        for optimizer, loss in ((ours, loss_of(x)), (theirs, plain(x).square().mean())):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-4, atol=1e-5)
+    for name, values in ours.importance.items():
+        torch.testing.assert_close(values, theirs.importance[name], rtol=1e-3, atol=1e-4)
+        assert values.sum() > 0
+
+
+def test_the_wrapper_of_a_compiled_model_may_be_given() -> None:
+    model = mlp()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 4)
+    optimizer = holdfast.NPC(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), rate=0.5, sample=x)
+    compiled(x).square().mean().backward()
+    optimizer.step()
+    assert optimizer.importance.keys() == {"0", "2", "4"}
+    assert all(values.sum() > 0 for values in optimizer.importance.values())
+
+
+def test_without_a_sample_one_graph_is_refused_by_name() -> None:
+    model = mlp()
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"NPC\(model, optimizer, sample=x\)"):
+        compiled(torch.randn(6, 4))
+    optimizer.close()
+
+
+def test_without_a_sample_several_graphs_find_their_way() -> None:
+    model, plain = Block(), Block()
+    plain.load_state_dict(model.state_dict())
+    compiled = torch.compile(model, backend="aot_eager")
+    ours = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5)
+    theirs = holdfast.NPC(plain, torch.optim.SGD(plain.parameters(), lr=0.1), rate=0.5)
+    for x in batches(model):
+        for optimizer, m in ((ours, compiled), (theirs, plain)):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    for name, values in ours.importance.items():
+        torch.testing.assert_close(values, theirs.importance[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_evaluation_needs_no_sample() -> None:
+    model = mlp()
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), torch.randn(6, 4)
+    before = parameters_of(model)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert_same_bits(parameters_of(model), before)
+    optimizer.close()

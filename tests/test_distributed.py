@@ -1,0 +1,78 @@
+"""Two processes with half a batch each, against one process with the whole batch."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import holdfast
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
+
+STEPS, BATCH = 5, 8
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
+
+
+def data() -> list[Tensor]:
+    torch.manual_seed(4)
+    return [torch.randn(BATCH, 4, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, optimizer: holdfast.NPC, batches: list[Tensor]) -> dict[str, Any]:
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return {"model": optimizer.model.state_dict(), "importance": optimizer.importance}
+
+
+def worker(rank: int, folder: str, given: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    inner = build()
+    wrapper = DistributedDataParallel(inner)
+    model = wrapper if given == "wrapper" else inner
+    optimizer = holdfast.NPC(model, SGD(wrapper.parameters(), lr=0.1), rate=0.3, free=[inner[5]])
+    result = train(wrapper, optimizer, [x.chunk(2)[rank] for x in data()])
+    torch.save(result, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", ["wrapper", "model inside"])
+def test_halves_of_a_batch_on_two_processes(given: str) -> None:
+    whole = build()
+    expected = train(whole, holdfast.NPC(whole, SGD(whole.parameters(), lr=0.1), rate=0.3, free=[whole[5]]), data())
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, args=(folder, given), nprocs=2)
+        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for result in results:
+        for part in ("model", "importance"):
+            for name, value in expected[part].items():
+                torch.testing.assert_close(result[part][name], value, rtol=1e-10, atol=1e-12)
+
+
+def lonely_worker(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = build()
+    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="each process measures importance alone"):
+        train(model, optimizer, data()[:1])
+    dist.destroy_process_group()
+
+
+def test_processes_without_the_wrapper_are_warned() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(lonely_worker, args=(folder,), nprocs=2)

@@ -1,0 +1,337 @@
+"""Where neurons are observed: the importance must be the statistic at the expected module, and at no other."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import holdfast
+from helpers import Block, gradient_at, mlp, normalised_taylor
+
+
+class Functional(nn.Module):
+    """A module whose forward is a given function of itself."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def images() -> Tensor:
+    return torch.randn(5, 2, 8, 8)
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(2, 4, 3, padding=1)
+
+
+def second() -> nn.Conv2d:
+    return nn.Conv2d(4, 4, 3, padding=1)
+
+
+def pooled(x: Tensor) -> Tensor:
+    return x.mean((2, 3))
+
+
+# name: (model, input, layer, the module at which it must be observed, the axis there)
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, int]] = {
+    "a plain layer": (mlp, lambda: torch.randn(5, 4), "0", "0", 1),
+    "sequential, normalised": (
+        lambda: nn.Sequential(conv(), nn.InstanceNorm2d(4), nn.ReLU(), nn.Flatten()),
+        images,
+        "0",
+        "1",
+        1,
+    ),
+    "modules declared in another order": (Block, images, "conv", "norm", 1),
+    "activation and pooling before the normalisation": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm(F.max_pool2d(F.relu(m.conv(x)), 2))), norm=nn.GroupNorm(2, 4), conv=conv()
+        ),
+        images,
+        "conv",
+        "norm",
+        1,
+    ),
+    "an activation of two uses": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm((y := m.conv(x)) * torch.sigmoid(y))), norm=nn.BatchNorm2d(4), conv=conv()
+        ),
+        images,
+        "conv",
+        "norm",
+        1,
+    ),
+    "an activation with parameters": (
+        lambda: nn.Sequential(conv(), nn.PReLU(4), nn.BatchNorm2d(4), nn.Flatten()),
+        images,
+        "0",
+        "2",
+        1,
+    ),
+    "calls crosswise": (
+        lambda: Functional(
+            lambda m, x: pooled((b := m.b(x), a := m.a(x), m.norm_a(a).relu() + m.norm_b(b).tanh())[2]),
+            a=conv(),
+            b=conv(),
+            norm_b=nn.BatchNorm2d(4),
+            norm_a=nn.BatchNorm2d(4),
+        ),
+        images,
+        "b",
+        "norm_b",
+        1,
+    ),
+    "channels moved last for a layer norm": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm(m.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).relu(),
+            conv=conv(),
+            norm=nn.LayerNorm(4),
+        ),
+        images,
+        "conv",
+        "norm",
+        3,
+    ),
+    "layer norm over channels and pixels": (
+        lambda: nn.Sequential(conv(), nn.LayerNorm((4, 8, 8)), nn.ReLU(), nn.Flatten()),
+        images,
+        "0",
+        "1",
+        1,
+    ),
+    "a sum is nobody's normalisation": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm(m.first(x) + m.second(F.relu(m.first(x))))),
+            first=nn.Conv2d(2, 2, 1),
+            second=nn.Conv2d(2, 2, 1),
+            norm=nn.BatchNorm2d(2),
+        ),
+        images,
+        "second",
+        "second",
+        1,
+    ),
+    "a free layer stands between": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm(m.free(m.conv(x)))), conv=conv(), free=second(), norm=nn.BatchNorm2d(4)
+        ),
+        images,
+        "conv",
+        "conv",
+        1,
+    ),
+    "a parameter of no module stands between": (
+        lambda: _with_offset(),
+        images,
+        "conv",
+        "conv",
+        1,
+    ),
+    "tokens": (
+        lambda: Functional(
+            lambda m, x: m.norm(m.linear(x)).relu().mean(1), linear=nn.Linear(4, 6), norm=nn.LayerNorm(6)
+        ),
+        lambda: torch.randn(5, 3, 4),
+        "linear",
+        "norm",
+        2,
+    ),
+    "changed in place afterwards": (
+        lambda: nn.Sequential(conv(), nn.BatchNorm2d(4), nn.LeakyReLU(0.2, inplace=True), nn.Flatten()),
+        images,
+        "0",
+        "1",
+        1,
+    ),
+    "changed in place without a normalisation": (
+        lambda: Functional(lambda m, x: m.linear(x).add_(1).tanh(), linear=nn.Linear(4, 6)),
+        lambda: torch.randn(5, 4),
+        "linear",
+        "linear",
+        1,
+    ),
+    "called with a keyword": (
+        lambda: Functional(lambda m, x: pooled(m.norm(input=m.conv(x))).relu(), conv=conv(), norm=nn.InstanceNorm2d(4)),
+        images,
+        "conv",
+        "norm",
+        1,
+    ),
+}
+
+
+def _with_offset() -> nn.Module:
+    model = Functional(lambda m, x: pooled(m.norm(m.conv(x) + m.offset)).relu(), conv=conv(), norm=nn.BatchNorm2d(4))
+    model.offset = nn.Parameter(torch.randn(4, 8, 8))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:these parameters")
+@pytest.mark.parametrize("rehearsed", [False, True], ids=["in training", "by sample"])
+@pytest.mark.parametrize("name", CASES)
+def test_place(name: str, rehearsed: bool) -> None:
+    build, batch, layer, place, axis = CASES[name]
+    model, x = build(), batch()
+    free = [model.free] if hasattr(model, "free") else []
+    twin = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = holdfast.NPC(model, sgd, rate=1.0, free=free, sample=x if rehearsed else None)
+    for _ in range(3):  # the first step finds the place, the others rely on it
+        twin.load_state_dict(model.state_dict())
+        expected = normalised_taylor(*gradient_at(twin, place, x), axis)
+        optimizer.zero_grad()
+        output = model(x)
+        assert torch.equal(output, twin(x))
+        output.square().mean().backward()
+        optimizer.step()
+        torch.testing.assert_close(optimizer.importance[layer], expected, rtol=1e-4, atol=1e-5)
+        if place != layer:  # what is tested here would show if the layer's own output were observed
+            n, g = gradient_at(twin, layer, x)
+            at_layer = normalised_taylor(n, g, 1 if n.dim() == 4 else n.dim() - 1)
+            assert not torch.allclose(at_layer, expected, rtol=1e-2)
+
+
+def test_importance_before_an_instance_norm_is_noise() -> None:
+    """Why the place matters: the loss is blind to the scale that instance norm takes away."""
+    model, x = CASES["sequential, normalised"][0]().double(), images().double()
+    n, g = gradient_at(model, "0", x)
+    before = (n * g).mean((2, 3)).abs().mean()
+    n, g = gradient_at(model, "1", x)
+    after = (n * g).mean((2, 3)).abs().mean()
+    assert before < 1e-4 * after
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.LayerNorm((4, 8, 8)), nn.InstanceNorm2d(4, affine=True)])
+def test_affine_parameters_of_a_following_normalisation_are_the_layers(norm: nn.Module) -> None:
+    model, x = nn.Sequential(conv(), norm, nn.ReLU(), nn.Flatten()), images()
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0, beta=0.95)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(x).square().mean().backward()
+    optimizer.step()
+    frozen = optimizer.plasticity["0"] == 0
+    assert 0 < frozen.sum() < 4
+    for name, p in model.named_parameters():
+        moved = (p.detach() != before[name]).flatten(1).any(1) if p.dim() > 1 else p.detach() != before[name]
+        if name == "0.bias":  # the normalisation makes the loss blind to it
+            continue
+        assert torch.equal(moved, ~frozen), name
+
+
+def test_observe_overrides_what_would_be_found() -> None:
+    model, x = Block(), images()
+    expected = normalised_taylor(*gradient_at(model, "conv", x), 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
+        optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0, free=[model.head], observe={"conv": "conv"}), x)
+    torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_two_layers_may_be_observed_at_their_sum() -> None:
+    model = Functional(
+        lambda m, x: pooled(m.norm(m.a(x) + m.b(x))).relu(), a=conv(), b=conv(), norm=nn.BatchNorm2d(4, affine=False)
+    )
+    x = images()
+    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0, observe={"a": "norm", "b": "norm"}), x)
+    for layer in ("a", "b"):
+        torch.testing.assert_close(optimizer.importance[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_called_twice_is_one_set_of_neurons() -> None:
+    model = Functional(lambda m, x: m.shared(torch.tanh(m.shared(x))), shared=nn.Linear(4, 4))
+    x = torch.randn(5, 4)
+    first = model.shared(x)
+    second_call = model.shared(torch.tanh(first))
+    g1, g2 = torch.autograd.grad(second_call.square().mean(), [first, second_call])
+    c = (first * g1).abs().sum(0) + (second_call * g2).abs().sum(0)
+    optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
+    torch.testing.assert_close(optimizer.importance["shared"], (c / c.mean()).detach())
+
+
+def test_a_normalisation_of_several_layers_shows_none_of_them() -> None:
+    model = Functional(
+        lambda m, x: pooled(m.norm(m.second(F.relu(m.norm(m.conv(x)))))),
+        conv=conv(),
+        second=second(),
+        norm=nn.GroupNorm(1, 4),
+    )
+    x = images()
+    expected = normalised_taylor(*gradient_at(model, "conv", x), 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
+        optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0), x)
+    torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_first_used_later_is_found_then() -> None:
+    model = Functional(
+        lambda m, x: pooled(m.norm_b(m.b(x)) if m.second_half else m.norm_a(m.a(x))),
+        a=conv(), b=conv(), norm_a=nn.BatchNorm2d(4), norm_b=nn.BatchNorm2d(4),
+    )  # fmt: skip
+    x = images()
+    model.second_half = False
+    optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
+    assert optimizer.importance["b"].sum() == 0
+    model.second_half = True
+    expected = normalised_taylor(*gradient_at(model, "norm_b", x), 1)
+    held = optimizer.importance["a"]
+    step_once(optimizer, x)
+    torch.testing.assert_close(optimizer.importance["b"], expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(optimizer.importance["a"], held)
+
+
+def test_submodules_called_by_the_user() -> None:
+    """No forward of the whole model is needed."""
+    model, x = nn.Module(), images()
+    model.features, model.head = nn.Sequential(conv(), nn.BatchNorm2d(4)), nn.Linear(4, 3)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model.head])
+    model.head(pooled(model.features(x))).square().mean().backward()
+    optimizer.step()
+    assert optimizer.importance["features.0"].sum() > 0
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    model, x = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten()), images()
+    before = copy.deepcopy(model.state_dict())
+    drawn = torch.get_rng_state()
+    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("sample", [(torch.randn(2, 4),), [torch.randn(2, 4)], {"input": torch.randn(2, 4)}])
+def test_samples_of_several_arguments(sample: object) -> None:
+    model = mlp()
+    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=sample)
+
+
+def test_frozen_layers_below_cost_no_graph() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(3, 4)
+    assert not model[0](x).requires_grad
+    before = model[0].weight.clone()
+    step_once(optimizer, x)
+    assert torch.equal(model[0].weight, before)
+    assert optimizer.importance["0"].sum() == 0
+    assert optimizer.importance["2"].sum() > 0
+
+
+def step_once(optimizer: holdfast.NPC, x: Tensor) -> holdfast.NPC:
+    optimizer.zero_grad()
+    optimizer.model(x).square().mean().backward()
+    optimizer.step()
+    return optimizer
