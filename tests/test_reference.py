@@ -50,7 +50,7 @@ class Net(nn.Module):
         x = self.layer(x)
         if self.norm is not None:
             x = self.norm(x)
-        return self.head(self.pool(torch.tanh(x) + 0.1 * x))
+        return self.head(self.pool(F.softplus(x)))
 
     def pool(self, x: Tensor) -> Tensor:
         if self.kind == "linear":
@@ -76,7 +76,7 @@ class Net(nn.Module):
         tokens = self.kind == "linear"
         neurons = (x.movedim(-1, 1) if tokens else x).reshape(len(batch), WIDTH, -1)
         rest = neurons.reshape(x.movedim(-1, 1).shape).movedim(1, -1) if tokens else neurons.reshape(x.shape)
-        output = F.linear(self.pool(torch.tanh(rest) + 0.1 * rest), p["head.weight"], p["head.bias"])
+        output = F.linear(self.pool(F.softplus(rest)), p["head.weight"], p["head.bias"])
         return [neurons], output.square().mean()
 
     def neurons(self) -> list[list[tuple[str, Index]]]:
@@ -116,7 +116,7 @@ def networks(draw: st.DrawFn) -> tuple[Net, list[Tensor], dict[str, float]]:
     channels_last = kind != "linear" and dims in (2, 3) and draw(st.booleans())
     if channels_last:
         net.to(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
-    size = draw(st.integers(3, 4))
+    size = draw(st.integers(3, 4)) + 2 * (dims == 1)
     shape = (*[size] * dims, INPUTS) if kind == "linear" else (INPUTS, *[size] * dims)
     batches = [torch.randn(draw(st.integers(2, 4)), *shape, dtype=torch.float64) for _ in range(12)]
     knobs = {
