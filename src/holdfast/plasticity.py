@@ -1,7 +1,12 @@
-"""From importance to plasticity: eq. 10 and 11 of the paper. `docs/npc.md` derives them."""
+"""From importance to plasticity, eq. 10 and 11 of the paper, and from plasticity to a change of parameters.
+
+`docs/npc.md` derives the equations.
+"""
 
 import torch
 from torch import Tensor
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plasticity(importance: Tensor, *, beta: float, gain: float = 1.0) -> Tensor:
@@ -12,3 +17,36 @@ def plasticity(importance: Tensor, *, beta: float, gain: float = 1.0) -> Tensor:
     """
     excess = torch.sqrt(beta / importance) - 1  # infinite at importance 0, where a neuron has nothing to lose
     return (gain * torch.sqrt(excess.clamp(min=0))).clamp(max=1)  # eq. 10, 11
+
+
+def plastic_bits(share: Tensor, dtype: torch.dtype) -> Tensor:
+    """For numbers of type `dtype`: all bits set where `share` is above 0, none where it is 0.
+
+    Selecting by bits rather than by a product or a boolean mask is exact, since 0 times infinity is not 0, and fast.
+    """
+    return -(share > 0).to(_BITS[dtype.itemsize])
+
+
+def scaled(change: Tensor, share: Tensor, plastic: Tensor) -> Tensor:
+    """`share` times `change`; 0 where nothing is plastic, whatever the change is there.
+
+    >>> share = torch.tensor([1.0, 0.5, 0.0])
+    >>> scaled(torch.tensor([2.0, 2.0, torch.nan]), share, plastic_bits(share, torch.float32))
+    tensor([2., 1., 0.])
+    """
+    product = change * share
+    return product.view(plastic.dtype).bitwise_and_(plastic).view(product.dtype)
+
+
+def hold_back_(after: Tensor, before: Tensor, share: Tensor, plastic: Tensor) -> None:
+    """Leave, in place, only `share` of the change from `before` to `after`: all of it at 1, not one bit of it at 0.
+
+    >>> before, after = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 2.0, torch.nan])
+    >>> share = torch.tensor([1.0, 0.5, 0.0])
+    >>> hold_back_(after, before, share, plastic_bits(share, torch.float32))
+    >>> after
+    tensor([2.0000, 1.5000, 1.0000])
+    """
+    torch.lerp(before, after, share, out=after)
+    old = before.view(plastic.dtype)
+    after.view(plastic.dtype).bitwise_xor_(old).bitwise_and_(plastic).bitwise_xor_(old)

@@ -17,7 +17,7 @@ from holdfast.importance import moving_average
 from holdfast.methods.method import Method
 from holdfast.neurons import Layer, find_layers
 from holdfast.observation import Observation
-from holdfast.plasticity import plasticity
+from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scaled
 
 
 class NPC(Method):
@@ -123,7 +123,7 @@ class NPC(Method):
         if _is_plain_sgd(self.wrapped):
             self._step_with_scaled_gradients()
         else:
-            self._step_and_scale_the_change()
+            self._step_and_hold_back()
         return loss
 
     def _measure(self, measured: list[Tensor | None]) -> None:
@@ -152,28 +152,28 @@ class NPC(Method):
         shares = list(self._shares())
         gradients = [parameter.grad for parameter, _, _ in shares]
         try:
-            for parameter, scale, frozen in shares:
+            for parameter, share, plastic in shares:
                 assert parameter.grad is not None
-                parameter.grad = (parameter.grad * scale).masked_fill_(frozen, 0)
+                parameter.grad = scaled(parameter.grad, share, plastic)
             self.wrapped.step()
         finally:
             for (parameter, _, _), gradient in zip(shares, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _step_and_scale_the_change(self) -> None:
+    def _step_and_hold_back(self) -> None:
         shares = list(self._shares())
         before = [parameter.clone() for parameter, _, _ in shares]
         self.wrapped.step()
-        for (after, scale, frozen), old in zip(shares, before, strict=True):
-            torch.where(frozen, old, torch.lerp(old, after, scale), out=after)
+        for (parameter, share, plastic), old in zip(shares, before, strict=True):
+            hold_back_(parameter.detach(), old, share, plastic)
 
     def _shares(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Each parameter about to change, its neurons' plasticity, and which of them are frozen, shaped like it."""
-        values = self._plasticity()
-        for layer, scale, frozen in zip(self._layers, self._split(values), self._split(values == 0), strict=True):
+        """Each parameter about to change, with its neurons' plasticity as numbers and as bits, shaped to broadcast."""
+        for layer, share in zip(self._layers, self._split(self._plasticity()), strict=True):
             for parameter, spread in layer.parameters:
                 if parameter.grad is not None:
-                    yield parameter, spread(scale.to(parameter)), spread(frozen.to(parameter.device))
+                    fitting = share.to(parameter)
+                    yield parameter, spread(fitting), spread(plastic_bits(fitting, parameter.dtype))
 
     # ---- the first step says what a user should know ----
 
