@@ -1,7 +1,7 @@
 """What NPC costs: training steps with it over training steps without it, interleaved in one run.
 
     python benchmarks/overhead.py                                            # on the CPU, or on a GPU if there is one
-    python benchmarks/overhead.py --precision bf16 --compile --batch 512
+    python benchmarks/overhead.py --precision bf16 --compile
     python benchmarks/overhead.py --only "paper CNN" --rounds 20
 
 Every round times three copies of one model, in random order: with the bare optimizer, with NPC around it, and with the
@@ -197,8 +197,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["float32", "tf32", "bf16"], default="float32")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model and the loss")
-    parser.add_argument("--batch", type=int, default=512 if gpu else 128, help="samples in a batch")
-    parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="how often each copy is timed")
+    parser.add_argument("--batch", type=int, default=512, help="samples in a batch (the paper's: 512)")
+    parser.add_argument("--rounds", type=int, default=50 if gpu else 12, help="how often each copy is timed")
     parser.add_argument(
         "--block", type=int, default=10 if gpu else 1, help="steps timed together, without waiting between"
     )

@@ -116,15 +116,6 @@ def test_frozen_whatever_the_wrapped_optimizer_does(optimizer_class: type[SGD]) 
         assert parameter[~frozen].isnan().all()
 
 
-def test_gradients_are_left_as_they_were() -> None:
-    model = mlp()
-    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=1.0)
-    loss_of(model, torch.randn(8, 4)).backward()
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-
-
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())

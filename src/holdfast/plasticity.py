@@ -27,15 +27,15 @@ def plastic_bits(share: Tensor, dtype: torch.dtype) -> Tensor:
     return -(share > 0).to(_BITS[dtype.itemsize])
 
 
-def scaled(change: Tensor, share: Tensor, plastic: Tensor) -> Tensor:
-    """`share` times `change`; 0 where nothing is plastic, whatever the change is there.
+def scale_(change: Tensor, share: Tensor, plastic: Tensor) -> None:
+    """Leave, in place, only `share` of a change: 0 where nothing is plastic, even of a change that is not finite.
 
-    >>> share = torch.tensor([1.0, 0.5, 0.0])
-    >>> scaled(torch.tensor([2.0, 2.0, torch.nan]), share, plastic_bits(share, torch.float32))
+    >>> change, share = torch.tensor([2.0, 2.0, torch.nan]), torch.tensor([1.0, 0.5, 0.0])
+    >>> scale_(change, share, plastic_bits(share, torch.float32))
+    >>> change
     tensor([2., 1., 0.])
     """
-    product = change * share
-    return product.view(plastic.dtype).bitwise_and_(plastic).view(product.dtype)
+    change.mul_(share).view(plastic.dtype).bitwise_and_(plastic)
 
 
 def hold_back_(after: Tensor, before: Tensor, share: Tensor, plastic: Tensor) -> None:

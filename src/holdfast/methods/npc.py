@@ -17,7 +17,7 @@ from holdfast.importance import moving_average
 from holdfast.methods.method import Method
 from holdfast.neurons import Layer, find_layers
 from holdfast.observation import Observation
-from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scaled
+from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
 
 
 class NPC(Method):
@@ -111,7 +111,10 @@ class NPC(Method):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step."""
+        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step.
+
+        Around plain SGD this scales the gradients in place, as gradient clipping does.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,16 +152,10 @@ class NPC(Method):
 
     def _step_with_scaled_gradients(self) -> None:
         """For plain SGD, whose change is proportional to the gradient: eq. 11 to the letter, and no copy is needed."""
-        shares = list(self._shares())
-        gradients = [parameter.grad for parameter, _, _ in shares]
-        try:
-            for parameter, share, plastic in shares:
-                assert parameter.grad is not None
-                parameter.grad = scaled(parameter.grad, share, plastic)
-            self.wrapped.step()
-        finally:
-            for (parameter, _, _), gradient in zip(shares, gradients, strict=True):
-                parameter.grad = gradient
+        for parameter, share, plastic in self._shares():
+            assert parameter.grad is not None
+            scale_(parameter.grad, share, plastic)
+        self.wrapped.step()
 
     def _step_and_hold_back(self) -> None:
         shares = list(self._shares())

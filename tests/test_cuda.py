@@ -1,0 +1,110 @@
+"""NPC on a GPU: skipped where there is none."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import Block, assert_same_bits, mlp, parameters_of
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import holdfast
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def train(model: nn.Module, optimizer: Optimizer, batches: list[Tensor]) -> None:
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def images(count: int) -> list[Tensor]:
+    return [torch.randn(8, 2, 8, 8) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize("moved", ["before", "after"])
+def test_the_same_as_on_the_cpu(kind: type[Optimizer], moved: str) -> None:
+    """Also for a model that is moved to the GPU after the optimizer was built."""
+    here = Block()
+    there = copy.deepcopy(here)
+    batches = images(6)
+    ours = holdfast.NPC(here, kind(here.parameters(), lr=0.01), rate=0.3, free=[here.head])
+    if moved == "before":
+        there.cuda()
+    theirs = holdfast.NPC(there, kind(there.parameters(), lr=0.01), rate=0.3, free=[there.head])
+    there.cuda()
+    train(here, ours, batches)
+    train(there, theirs, [x.cuda() for x in batches])
+    torch.testing.assert_close(theirs.importance["conv"].cpu(), ours.importance["conv"], rtol=1e-3, atol=1e-4)
+    for name, value in parameters_of(there).items():
+        torch.testing.assert_close(value.cpu(), parameters_of(here)[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_step_does_not_wait_for_the_gpu(kind: type[Optimizer]) -> None:
+    model = Block().cuda()
+    optimizer = holdfast.NPC(model, kind(model.parameters(), lr=0.01), rate=0.3, free=[model.head])
+    batches = [x.cuda() for x in images(3)]
+    train(model, optimizer, batches)
+    model(batches[0]).square().mean().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_half_precision_with_a_scaler() -> None:
+    model = mlp(width=32).cuda()
+    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.01, fused=True), rate=0.3, beta=0.9)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(torch.randn(16, 4, device="cuda")).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(values.isfinite().all() and values.mean() > 0.5 for values in optimizer.importance.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(mode: str) -> None:
+    model = Block().cuda()
+    plain = copy.deepcopy(model)
+    batches = [x.cuda() for x in images(6)]
+    ours = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=0.3, free=[model.head], sample=batches[0])
+    theirs = holdfast.NPC(plain, SGD(plain.parameters(), lr=0.1), rate=0.3, free=[plain.head])
+    train(torch.compile(model, fullgraph=True, mode=mode), ours, batches)
+    train(plain, theirs, batches)
+    torch.testing.assert_close(ours.importance["conv"], theirs.importance["conv"], rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_bits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = mlp(width=64).cuda()
+            optimizer = holdfast.NPC(model, AdamW(model.parameters(), lr=0.01), rate=0.3)
+            train(model, optimizer, [torch.randn(64, 4, device="cuda") for _ in range(10)])
+            results.append(parameters_of(model) | optimizer.importance)
+        assert_same_bits(*results)
+    finally:
+        torch.use_deterministic_algorithms(False)
