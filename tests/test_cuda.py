@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import Block, assert_same_bits, mlp, parameters_of
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
+from helpers import Block, assert_same_bits, mlp, parameters_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -31,9 +31,12 @@ def test_bounded_and_falling(low: float, high: float, beta: float, gain: float) 
     assert 0 <= one(high, beta, gain) <= one(low, beta, gain) <= 1
 
 
-@given(positive, st.floats(1.0001, 100))
-def test_frozen_beyond_beta(beta: float, times: float) -> None:
-    assert one(beta * times, beta) == 0
+@given(positive, positive, st.sampled_from([torch.float32, torch.float64]), st.integers(1, 3))
+def test_frozen_from_the_first_number_above_beta(beta: float, gain: float, dtype: torch.dtype, steps: int) -> None:
+    importance = torch.full((1,), beta, dtype=dtype)
+    while importance.item() <= beta or (steps := steps - 1) >= 0:
+        importance = torch.nextafter(importance, torch.full_like(importance, torch.inf))
+    assert plasticity(importance, beta=beta, gain=gain).item() == 0
 
 
 @given(positive, positive, st.floats(0.1, 0.8), positive, st.floats(1e-3, 0.02))

@@ -16,10 +16,12 @@ def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
     >>> taylor(n, torch.ones_like(n), axis=1)
     tensor([2., 1.])
     """
-    precise = torch.promote_types(activation.dtype, torch.float32)
-    product = activation.to(precise) * gradient
+    if activation.dtype == torch.float16:  # whose products overflow, above all under loss scaling
+        activation, gradient = activation.float(), gradient.float()
+    product = activation * gradient
+    precise = torch.promote_types(product.dtype, torch.float32)
     positions = [i for i in range(product.dim()) if i not in (0, axis)]
-    per_sample = product.mean(positions) if positions else product
+    per_sample = product.mean(positions, dtype=precise) if positions else product.to(precise)
     return per_sample.abs() if axis == 0 else per_sample.abs().sum(0)
 
 
@@ -58,7 +60,7 @@ def moving_average(importance: Tensor, measured: Tensor, layer: Tensor, sizes: T
     tensor([0.7500, 0.2500, 0.0000])
     """
     mean = torch.segment_reduce(measured, "mean", lengths=sizes, unsafe=True)
-    usable = torch.isfinite(mean) & (mean > 0)
+    usable = (mean > 0) & (mean < torch.inf)
     normalised = measured / mean.index_select(0, layer)  # eq. 3
     average = torch.lerp(importance, normalised, rate)  # eq. 4
     return torch.where(usable.index_select(0, layer), average, importance)

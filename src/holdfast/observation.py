@@ -4,6 +4,7 @@ A layer is observed at its own output, unless a normalisation follows it: then a
 follows what is read off the autograd graph, so it does not matter how a model's `forward` is written.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.distributed import ProcessGroup, is_available
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -42,10 +43,13 @@ class _Tap(_Hook):
     def __init__(self, layers: Collection[Layer], copy: bool) -> None:
         self.layers = layers
         self.copy = copy
+        self.ran_eagerly = False
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() and output.requires_grad):
             return None
+        if not torch.compiler.is_compiling():
+            self.ran_eagerly = True
         for layer in self.layers:
             assert layer.carrier is not None
             output = _observe(output, layer, layer.carrier, module, self.copy)
@@ -87,7 +91,7 @@ class Observation:
         trained: Collection[nn.Parameter],
         places: Mapping[Layer, nn.Module],
     ) -> None:
-        self.process_group: ProcessGroup | None = None
+        self.wrapper: weakref.ref[DistributedDataParallel] | None = None  # weak: it holds on to its process group
         self._layers = layers
         self._names = {module: name for name, module in model.named_modules()}
         self._trained = trained
@@ -95,7 +99,7 @@ class Observation:
         for layer, module in places.items():
             self._placed.setdefault(module, []).append(layer)
         self._layer_of = {module: layer for layer in layers if layer not in places for module in layer.modules}
-        self._taps: list[RemovableHandle] = []
+        self._taps: dict[_Tap, RemovableHandle] = {}
         look = torch.compiler.disable(self._look, reason=_NEEDS_SAMPLE)  # type: ignore[no-untyped-call]
         self._watches = {
             module: module.register_forward_hook(_Watch(look), with_kwargs=True)
@@ -113,7 +117,7 @@ class Observation:
     # ---- watching: every module with parameters, every normalisation, every place that was named ----
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
-        self._find_process_group()
+        self._find_wrapper()
         if module in self._placed:
             self._check_place(module, output)
         outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if _needs_grad(out)]
@@ -190,10 +194,16 @@ class Observation:
                     f"{_axis(layer, module, output)}"
                 )
 
-    def _find_process_group(self) -> None:
-        if self.process_group is None and is_available():
-            wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            self.process_group = getattr(wrapper, "process_group", None)
+    def _find_wrapper(self) -> None:
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if self.wrapper is None and wrapper is not None:
+            self.wrapper = weakref.ref(wrapper)
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """That of the processes which train this model together."""
+        wrapper = None if self.wrapper is None else self.wrapper()
+        return None if wrapper is None else wrapper.process_group
 
     # ---- settling ----
 
@@ -217,11 +227,16 @@ class Observation:
                 places[module] = [layer]
         for module, layers in places.items():
             tap = _Tap(layers, copy=module in self._overwritten)
-            self._taps.append(module.register_forward_hook(tap))
+            self._taps[tap] = module.register_forward_hook(tap)
             if isinstance(module, NORMS):
                 for layer in layers:
                     adopt(layer, module, self._trained)
         self._forget()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model runs compiled, so that its user has a working compiler and wants it used."""
+        return bool(self._taps) and not any(tap.ran_eagerly for tap in self._taps)
 
     def collect(self) -> list[Tensor | None]:
         """What was measured since the last call, per layer; None where a layer took no part."""
@@ -247,7 +262,7 @@ class Observation:
         self.settle()
 
     def close(self) -> None:
-        for handle in (*self._watches.values(), *self._taps):
+        for handle in (*self._watches.values(), *self._taps.values()):
             handle.remove()
         self._watches.clear()
         self._taps.clear()

@@ -15,8 +15,11 @@ def plasticity(importance: Tensor, *, beta: float, gain: float = 1.0) -> Tensor:
     >>> plasticity(torch.tensor([0.0, 0.1, 0.25, 0.5, 2.0]), beta=0.5)
     tensor([1.0000, 1.0000, 0.6436, 0.0000, 0.0000])
     """
-    excess = torch.sqrt(beta / importance) - 1  # infinite at importance 0, where a neuron has nothing to lose
-    return (gain * torch.sqrt(excess.clamp(min=0))).clamp(max=1)  # eq. 10, 11
+    # One correctly rounded division, so that an importance above beta never leaves a trace of plasticity. It is
+    # infinite at importance 0, where a neuron has nothing to lose.
+    ratio = torch.full((), beta, dtype=importance.dtype) / importance
+    excess = torch.sqrt(ratio) - 1
+    return torch.sqrt((gain**2 * excess).clamp(0, 1))  # eq. 10, 11
 
 
 def plastic_bits(share: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,8 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from holdfast.importance import moving_average
 from holdfast.methods.method import Method
-from holdfast.neurons import Layer, find_layers
+from holdfast.neurons import Layer, Spread, find_layers
 from holdfast.observation import Observation
 from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
 
@@ -66,7 +67,7 @@ class NPC(Method):
         self._observation = Observation(self.model, self._layers, trained, _places(self.model, self._layers, observe))
         weakref.finalize(self, self._observation.close).atexit = False
         if isinstance(model, DistributedDataParallel):
-            self._observation.process_group = model.process_group
+            self._observation.wrapper = weakref.ref(model)
         self._prepare_importance()
         self._started = False
         self._closed = False
@@ -91,14 +92,12 @@ class NPC(Method):
     @property
     def plasticity(self) -> dict[str, Tensor]:
         """The share of the learning rate that each neuron keeps, one value per neuron, by layer."""
-        return dict(zip(self._names, self._split(self._plasticity()), strict=True))
+        shares = plasticity(self._importance, beta=self.beta, gain=self.gain)
+        return dict(zip(self._names, self._split(shares), strict=True))
 
     @property
     def _names(self) -> list[str]:
         return [layer.name for layer in self._layers]
-
-    def _plasticity(self) -> Tensor:
-        return plasticity(self._importance, beta=self.beta, gain=self.gain)
 
     def _split(self, values: Tensor) -> Sequence[Tensor]:
         return values.split_with_sizes([layer.size for layer in self._layers])
@@ -122,55 +121,61 @@ class NPC(Method):
         if self._closed:
             raise ValueError("this NPC is closed: build a new one, or go on with the optimizer that it wrapped")
         self._observation.settle()
-        self._measure(self._observation.collect())
-        if _is_plain_sgd(self.wrapped):
-            self._step_with_scaled_gradients()
-        else:
-            self._step_and_hold_back()
-        return loss
-
-    def _measure(self, measured: list[Tensor | None]) -> None:
+        measured = self._observation.collect()
         if not self._started:
             self._start(measured)
+        row = self._row(measured)
+        if _is_plain_sgd(self.wrapped):
+            # Its change is proportional to the gradient: eq. 11 to the letter, and no copy is needed.
+            self._control(row, [p.grad for p, _, _ in self._moving() if p.grad is not None], before=None)
+            self.wrapped.step()
+        else:
+            after = [p.detach() for p, _, _ in self._moving()]
+            before = [p.clone() for p in after]
+            self.wrapped.step()
+            self._control(row, after, before)
+        return loss
+
+    def _row(self, measured: list[Tensor | None]) -> Tensor:
+        """The measurements of all layers one after another, of all processes together; 0 where there is none."""
         home = next((values.device for values in measured if values is not None), self._importance.device)
         if home != self._importance.device:  # the model was moved after this optimizer was built
             self._importance, self._sizes, self._layer = (
                 tensor.to(home) for tensor in (self._importance, self._sizes, self._layer)
             )
-        group = self._observation.process_group
-        if group is None and all(values is None for values in measured):
-            return
         row = torch.cat(
             [
                 self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
                 for layer, values in zip(self._layers, measured, strict=True)
             ]
         )
-        if group is not None:
+        if (group := self._observation.process_group) is not None:
             dist.all_reduce(row, group=group)
-        self._importance = moving_average(self._importance, row, self._layer, self._sizes, self.rate)
+        return row
 
-    def _step_with_scaled_gradients(self) -> None:
-        """For plain SGD, whose change is proportional to the gradient: eq. 11 to the letter, and no copy is needed."""
-        for parameter, share, plastic in self._shares():
-            assert parameter.grad is not None
-            scale_(parameter.grad, share, plastic)
-        self.wrapped.step()
+    def _moving(self) -> list[tuple[nn.Parameter, int, Spread]]:
+        """The parameters under control that are about to change, and which layer's neurons lie in them how."""
+        return [
+            (parameter, number, spread)
+            for number, layer in enumerate(self._layers)
+            for parameter, spread in layer.parameters
+            if parameter.grad is not None
+        ]
 
-    def _step_and_hold_back(self) -> None:
-        shares = list(self._shares())
-        before = [parameter.clone() for parameter, _, _ in shares]
-        self.wrapped.step()
-        for (parameter, share, plastic), old in zip(shares, before, strict=True):
-            hold_back_(parameter.detach(), old, share, plastic)
-
-    def _shares(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        """Each parameter about to change, with its neurons' plasticity as numbers and as bits, shaped to broadcast."""
-        for layer, share in zip(self._layers, self._split(self._plasticity()), strict=True):
-            for parameter, spread in layer.parameters:
-                if parameter.grad is not None:
-                    fitting = share.to(parameter)
-                    yield parameter, spread(fitting), spread(plastic_bits(fitting, parameter.dtype))
+    def _control(self, row: Tensor, changing: list[Tensor], before: list[Tensor] | None) -> None:
+        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
+        fuse = row.is_cuda and self._observation.compiled
+        self._importance = (_fused() if fuse else control_)(
+            self._importance,
+            row,
+            self._layer,
+            self._sizes,
+            [layer.size for layer in self._layers],
+            (self.rate, self.beta, self.gain),
+            changing,
+            [(number, spread) for _, number, spread in self._moving()],
+            before,
+        )
 
     # ---- the first step says what a user should know ----
 
@@ -228,6 +233,45 @@ class NPC(Method):
     def close(self) -> None:
         self._observation.close()
         self._closed = True
+
+
+def control_(
+    importance: Tensor,
+    row: Tensor,
+    layer: Tensor,
+    sizes: Tensor,
+    widths: list[int],
+    knobs: tuple[float, float, float],
+    changing: Sequence[Tensor],
+    places: Sequence[tuple[int, Spread]],
+    before: Sequence[Tensor] | None,
+) -> Tensor:
+    """The new importance; and, in place, only so much of every change as it allows.
+
+    `changing` are gradients, or parameters after their step if `before` says what they were; `places` says of each
+    which layer's neurons lie in it, and how.
+    """
+    rate, beta, gain = knobs
+    importance = moving_average(importance, row, layer, sizes, rate)
+    shares = plasticity(importance, beta=beta, gain=gain)
+    split = {
+        dtype: list(
+            zip(torch.split(shares.to(dtype), widths), torch.split(plastic_bits(shares, dtype), widths), strict=True)
+        )
+        for dtype in {tensor.dtype for tensor in changing}
+    }
+    for i, (tensor, (number, spread)) in enumerate(zip(changing, places, strict=True)):
+        share, plastic = (spread(values.to(tensor.device)) for values in split[tensor.dtype][number])
+        if before is None:
+            scale_(tensor, share, plastic)
+        else:
+            hold_back_(tensor, before[i], share, plastic)
+    return importance
+
+
+@cache
+def _fused() -> Callable[..., Tensor]:
+    return torch.compile(control_)
 
 
 def _is_plain_sgd(optimizer: Optimizer) -> bool:
