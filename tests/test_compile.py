@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import holdfast
 from helpers import Block, assert_same_bits, mlp, parameters_of
+from holdfast.methods import npc
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
 
@@ -99,3 +100,41 @@ def test_a_compiled_evaluation_needs_no_sample() -> None:
         torch.testing.assert_close(compiled(x), model(x))
     assert_same_bits(parameters_of(model), before)
     optimizer.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_control_of_a_step_compiles_into_one_graph(
+    kind: type[torch.optim.Optimizer], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 2, groups=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(324, 3)
+    )
+    plain = copy.deepcopy(model)
+    data = [torch.randn(6, 2, 8, 8) for _ in range(6)]
+    theirs = holdfast.NPC(plain, kind(plain.parameters(), lr=0.01), rate=0.3, free=[plain[4]])
+    train(plain, theirs, data)
+    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend=backend))
+    ours = holdfast.NPC(model, kind(model.parameters(), lr=0.01), rate=0.3, free=[model[4]])
+    train(model, ours, data)
+    assert sum((values == 0).sum() for values in ours.plasticity.values()) > 0
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-4, atol=1e-5)
+    for name, values in ours.importance.items():
+        torch.testing.assert_close(values, theirs.importance[name], rtol=1e-4, atol=1e-5)
+
+
+def test_whether_the_model_runs_compiled_is_known() -> None:
+    model, x = mlp(), torch.randn(6, 4)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    train(torch.compile(model, fullgraph=True, backend="aot_eager"), optimizer, [x, x])
+    assert optimizer._observation.compiled
+    train(model, optimizer, [x])
+    assert not optimizer._observation.compiled
+
+
+def train(model: nn.Module, optimizer: holdfast.NPC, batches: list[Tensor]) -> None:
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()

@@ -49,6 +49,8 @@ def test_the_same_as_on_the_cpu(kind: type[Optimizer], moved: str) -> None:
     train(there, theirs, [x.cuda() for x in batches])
     torch.testing.assert_close(theirs.importance["conv"].cpu(), ours.importance["conv"], rtol=1e-3, atol=1e-4)
     for name, value in parameters_of(there).items():
+        if name == "conv.bias":  # the normalisation makes its gradient rounding noise, which Adam blows up
+            continue
         torch.testing.assert_close(value.cpu(), parameters_of(here)[name], rtol=1e-3, atol=1e-4)
 
 

@@ -190,13 +190,13 @@ class NPC(Method):
             warnings.warn(
                 f"these parameters belong to no neuron that was observed and train at the full rate: "
                 f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
-                stacklevel=6,
+                stacklevel=5,
             )
         if self._observation.process_group is None and _several_processes():
             warnings.warn(
                 "several processes are running, but the model was not seen inside a DistributedDataParallel, so each "
                 "process measures importance alone; if they train one model, give NPC that wrapper as model",
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
