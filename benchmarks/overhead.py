@@ -6,7 +6,8 @@
 
 Every round times three copies of one model, in random order: with the bare optimizer, with NPC around it, and with the
 bare optimizer once more. The last over the first is the noise: a cost smaller than its distance from 1 means nothing.
-The output is a Markdown table.
+On a GPU there are two times: that of the clock, which for small models is the host's time to launch the kernels, and
+that of the GPU, taken while the host is far ahead. The output is a Markdown table.
 """
 
 import argparse
@@ -117,47 +118,49 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def compare(case: Case, settings: Settings) -> dict[str, float]:
-    model = case.model().to(settings.device)
-    trainers = {
-        name: Trainer(copy.deepcopy(model), case, settings, npc=name == "npc") for name in ("bare", "npc", "again")
-    }
-    for trainer in trainers.values():
-        trainer.steps(5 if settings.device == "cuda" else 1)
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in range(settings.rounds):
-        for name in random.sample(list(trainers), len(trainers)):
-            synchronize(settings.device)
-            start = time.perf_counter()
-            trainers[name].steps(settings.block)
-            synchronize(settings.device)
-            seconds[name].append((time.perf_counter() - start) / settings.block)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    neurons = sum(len(values) for values in trainers["npc"].optimizer.importance.values())
-    return {
-        "milliseconds": 1e3 * median["bare"],
-        "ratio": median["npc"] / median["bare"],
-        "noise": median["again"] / median["bare"],
-        "neurons": neurons,
-        "bytes per neuron": trainers["npc"].persistent / neurons,
-    }
+def clock_time(trainer: Trainer, settings: Settings) -> float:
+    synchronize(settings.device)
+    start = time.perf_counter()
+    trainer.steps(settings.block)
+    synchronize(settings.device)
+    return (time.perf_counter() - start) / settings.block
 
 
-def peak_bytes(name: str, settings: Settings, npc: bool) -> float:
-    """The most memory in use during a step, beyond what is in use between steps (CPU: of the whole process)."""
-    torch.manual_seed(0)
-    trainer = Trainer(CASES[name].model().to(settings.device), CASES[name], settings, npc)
-    trainer.steps(1 if settings.device == "cpu" else 3)
-    if settings.device == "cpu":
-        trainer.steps(2)
-        status = Path("/proc/self/status").read_text()  # resource's ru_maxrss would include the parent process
-        return 1024 * float(status.split("VmHWM:")[1].split()[0])
+def gpu_time(trainer: Trainer) -> float:
+    """Seconds of the GPU for a step, with its queue filled first so that it never waits for the host."""
+    steps = 3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    filler = torch.ones(8192, 8192, device="cuda")
+    for _ in range(6):
+        filler @ filler
+    start.record()
+    trainer.steps(steps)
+    end.record()
     torch.cuda.synchronize()
+    return start.elapsed_time(end) / steps / 1000
+
+
+def peak_on_gpu(trainer: Trainer) -> float:
+    """The most memory in use during a step, beyond what is in use between steps."""
+    torch.cuda.synchronize()
+    at_rest = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     trainer.steps(1)
-    if npc:
-        forbid_synchronization(trainer)
-    return torch.cuda.max_memory_allocated()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - at_rest
+
+
+def peak_of_process(name: str, settings: Settings, npc: bool) -> float:
+    torch.manual_seed(0)
+    Trainer(CASES[name].model(), CASES[name], settings, npc).steps(3)
+    status = Path("/proc/self/status").read_text()  # resource's ru_maxrss would include the parent process
+    return 1024 * float(status.split("VmHWM:")[1].split()[0])
+
+
+def peak_on_cpu(name: str, settings: Settings, npc: bool) -> float:
+    """The most memory of a process of its own, so that one side's memory is not reused by the other."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(peak_of_process, name, settings, npc).result()
 
 
 def forbid_synchronization(trainer: Trainer) -> None:
@@ -170,13 +173,34 @@ def forbid_synchronization(trainer: Trainer) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def peak_added(name: str, settings: Settings) -> tuple[float, float]:
-    """Each side in a process of its own, so that one's memory is not reused by the other."""
-    peaks = []
-    for npc in (False, True):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            peaks.append(pool.submit(peak_bytes, name, settings, npc).result())
-    return peaks[0], peaks[1] - peaks[0]
+def compare(name: str, settings: Settings) -> list[str]:
+    case, on_gpu = CASES[name], settings.device == "cuda"
+    model = case.model().to(settings.device)
+    trainers = {
+        kind: Trainer(copy.deepcopy(model), case, settings, npc=kind == "npc") for kind in ("bare", "npc", "again")
+    }
+    for trainer in trainers.values():
+        trainer.steps(5 if on_gpu else 1)
+    clock: dict[str, list[float]] = {kind: [] for kind in trainers}
+    gpu: dict[str, list[float]] = {kind: [] for kind in trainers}
+    for _ in range(settings.rounds):
+        for kind in random.sample(list(trainers), len(trainers)):
+            clock[kind].append(clock_time(trainers[kind], settings))
+            if on_gpu:
+                gpu[kind].append(gpu_time(trainers[kind]))
+    if on_gpu:
+        forbid_synchronization(trainers["npc"])
+        peaks = [peak_on_gpu(trainers[kind]) for kind in ("bare", "npc")]
+    else:
+        peaks = [peak_on_cpu(name, settings, npc) for npc in (False, True)]
+    neurons = sum(len(values) for values in trainers["npc"].optimizer.importance.values())
+    memory = [f"{trainers['npc'].persistent / neurons:.1f}", f"{peaks[0] / 2**20:.0f}"]
+    return [*ratios(clock), *(ratios(gpu) if on_gpu else []), *memory, f"{(peaks[1] - peaks[0]) / 2**20:+.0f}"]
+
+
+def ratios(seconds: dict[str, list[float]]) -> list[str]:
+    bare, npc, again = (statistics.median(seconds[kind]) for kind in ("bare", "npc", "again"))
+    return [f"{1e3 * bare:.2f}", f"**{npc / bare:.3f}**", f"{again / bare:.3f}"]
 
 
 def hardware(settings: Settings) -> str:
@@ -203,7 +227,6 @@ def main() -> None:
         "--block", type=int, default=10 if gpu else 1, help="steps timed together, without waiting between"
     )
     parser.add_argument("--only", default="", help="only the cases that have this in their names")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peak of memory")
     options = parser.parse_args()
     settings = Settings(
         options.device, options.precision, options.compile, options.batch, options.rounds, options.block
@@ -213,16 +236,14 @@ def main() -> None:
     way = "compiled" if settings.compiled else "eager"
     print(f"{hardware(settings)}; torch {torch.__version__}; batch {settings.batch}, {settings.precision}, {way}; "
           f"{settings.rounds} rounds of {settings.block} steps\n")  # fmt: skip
-    print("| model | bare step, ms | NPC / bare | bare / bare | bytes per neuron | peak, MiB | added by NPC, MiB |")
-    print("|---|---|---|---|---|---|---|")
-    for name, case in CASES.items():
-        if options.only not in name:
-            continue
-        result = compare(case, settings)
-        peak, added = (float("nan"),) * 2 if options.no_memory else peak_added(name, settings)
-        times = f"{result['milliseconds']:.2f} | **{result['ratio']:.3f}** | {result['noise']:.3f}"
-        memory = f"{result['bytes per neuron']:.1f} | {peak / 2**20:.0f} | {added / 2**20:+.0f}"
-        print(f"| {name} | {times} | {memory} |", flush=True)
+    times = ["bare step, ms", "NPC / bare", "bare / bare"]
+    columns = ["model", *times, *([f"GPU: {column}" for column in times] if settings.device == "cuda" else [])]
+    columns += ["bytes per neuron", "peak, MiB", "added by NPC, MiB"]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
+    for name in CASES:
+        if options.only in name:
+            print(f"| {' | '.join([name, *compare(name, settings)])} |", flush=True)
 
 
 if __name__ == "__main__":

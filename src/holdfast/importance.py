@@ -32,16 +32,11 @@ class Observe(torch.autograd.Function):
     With `copy` the output has memory of its own, for activations that the model goes on to change in place.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(activation: Tensor, carrier: Tensor, axis: int, copy: bool) -> Tensor:
-        return activation.clone() if copy else activation.view_as(activation)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, bool], output: Tensor) -> None:
-        activation, _, ctx.axis, _ = inputs
+    def forward(ctx: Any, activation: Tensor, carrier: Tensor, axis: int, copy: bool) -> Tensor:
+        ctx.axis = axis
         ctx.save_for_backward(activation)
+        return activation.clone() if copy else activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:

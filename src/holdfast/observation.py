@@ -49,6 +49,8 @@ class _Tap(_Hook):
         if not (torch.is_grad_enabled() and output.requires_grad):
             return None
         if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():  # per-sample gradients and the like are not training
+                return None
             self.ran_eagerly = True
         for layer in self.layers:
             assert layer.carrier is not None

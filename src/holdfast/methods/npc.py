@@ -75,7 +75,7 @@ class NPC(Method):
             self._observation.rehearse(self.model, sample)
 
     def _prepare_importance(self) -> None:
-        sizes = [layer.size for layer in self._layers]
+        sizes = self._widths = [layer.size for layer in self._layers]
         like = [layer.parameters[0][0] for layer in self._layers]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in like) else torch.float32
         self._importance = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
@@ -100,7 +100,7 @@ class NPC(Method):
         return [layer.name for layer in self._layers]
 
     def _split(self, values: Tensor) -> Sequence[Tensor]:
-        return values.split_with_sizes([layer.size for layer in self._layers])
+        return values.split_with_sizes(self._widths)
 
     # ---- a step ----
 
@@ -124,16 +124,17 @@ class NPC(Method):
         measured = self._observation.collect()
         if not self._started:
             self._start(measured)
-        row = self._row(measured)
+        row, moving = self._row(measured), self._moving()
+        places = [(number, spread) for _, number, spread in moving]
         if _is_plain_sgd(self.wrapped):
             # Its change is proportional to the gradient: eq. 11 to the letter, and no copy is needed.
-            self._control(row, [p.grad for p, _, _ in self._moving() if p.grad is not None], before=None)
+            self._control(row, [p.grad for p, _, _ in moving if p.grad is not None], places, before=None)
             self.wrapped.step()
         else:
-            after = [p.detach() for p, _, _ in self._moving()]
+            after = [p.detach() for p, _, _ in moving]
             before = [p.clone() for p in after]
             self.wrapped.step()
-            self._control(row, after, before)
+            self._control(row, after, places, before)
         return loss
 
     def _row(self, measured: list[Tensor | None]) -> Tensor:
@@ -162,19 +163,14 @@ class NPC(Method):
             if parameter.grad is not None
         ]
 
-    def _control(self, row: Tensor, changing: list[Tensor], before: list[Tensor] | None) -> None:
+    def _control(
+        self, row: Tensor, changing: list[Tensor], places: list[tuple[int, Spread]], before: list[Tensor] | None
+    ) -> None:
         # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
-        fuse = row.is_cuda and self._observation.compiled
-        self._importance = (_fused() if fuse else control_)(
-            self._importance,
-            row,
-            self._layer,
-            self._sizes,
-            [layer.size for layer in self._layers],
-            (self.rate, self.beta, self.gain),
-            changing,
-            [(number, spread) for _, number, spread in self._moving()],
-            before,
+        control = _fused() if row.is_cuda and self._observation.compiled else control_
+        knobs = self.rate, self.beta, self.gain
+        self._importance = control(
+            self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before
         )
 
     # ---- the first step says what a user should know ----
@@ -255,13 +251,12 @@ def control_(
     importance = moving_average(importance, row, layer, sizes, rate)
     shares = plasticity(importance, beta=beta, gain=gain)
     split = {
-        dtype: list(
-            zip(torch.split(shares.to(dtype), widths), torch.split(plastic_bits(shares, dtype), widths), strict=True)
-        )
-        for dtype in {tensor.dtype for tensor in changing}
+        kind: list(zip(torch.split(share, widths), torch.split(plastic_bits(share, share.dtype), widths), strict=True))
+        for kind in {(tensor.dtype, tensor.device) for tensor in changing}
+        for share in [shares.to(kind[1], kind[0])]
     }
     for i, (tensor, (number, spread)) in enumerate(zip(changing, places, strict=True)):
-        share, plastic = (spread(values.to(tensor.device)) for values in split[tensor.dtype][number])
+        share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
         if before is None:
             scale_(tensor, share, plastic)
         else:
