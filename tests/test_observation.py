@@ -159,6 +159,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "linear",
         1,
     ),
+    "a run of a sequence": (
+        lambda: nn.Sequential(
+            conv(), nn.BatchNorm2d(4), nn.LeakyReLU(0.1, inplace=True), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Flatten()
+        ),
+        images,
+        "0",
+        "1",
+        1,
+    ),
+    "a run with dropout, after a linear layer": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.0), nn.Linear(6, 2)),
+        lambda: torch.randn(5, 4),
+        "0",
+        "0",
+        1,
+    ),
+    "a sequence walked by hand, with a way out": (
+        lambda: Functional(
+            lambda m, x: pooled(m.body[2](y := m.body[1](m.body[0](x))) * y.tanh()),
+            body=nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU()),
+        ),
+        images,
+        "body.0",
+        "body.1",
+        1,
+    ),
+    "pooling along the neurons": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.MaxPool1d(3, stride=1, padding=1), nn.Tanh()),
+        lambda: torch.randn(5, 3, 4),
+        "0",
+        "0",
+        2,
+    ),
     "called with a keyword": (
         lambda: Functional(lambda m, x: pooled(m.norm(input=m.conv(x))).relu(), conv=conv(), norm=nn.InstanceNorm2d(4)),
         images,
@@ -198,6 +231,30 @@ def test_place(name: str, rehearsed: bool) -> None:
             n, g = gradient_at(twin, layer, x)
             at_layer = normalised_taylor(n, g, 1 if n.dim() == 4 else n.dim() - 1)
             assert not torch.allclose(at_layer, expected, rtol=1e-2)
+
+
+def test_the_hook_is_put_where_it_costs_least() -> None:
+    model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=images())
+    assert [len(module._forward_hooks) for module in model] == [0, 0, 0, 1, 0]
+    optimizer.close()
+
+
+def test_a_hook_of_others_may_take_the_output_elsewhere() -> None:
+    model, x = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()), images()
+    kept: list[Tensor] = []
+    model[1].register_forward_hook(lambda _module, _args, output: kept.append(output))
+    twin = nn.Sequential(copy.deepcopy(model[0]), copy.deepcopy(model[1]))
+    n = twin(x)
+    n.retain_grad()
+    (n.relu().square().mean() + n.tanh().mean()).backward()
+    assert n.grad is not None
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0)
+    (model(x).square().mean() + kept[-1].tanh().mean()).backward()
+    optimizer.step()
+    torch.testing.assert_close(
+        optimizer.importance["0"], normalised_taylor(n.detach(), n.grad, 1), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_importance_before_an_instance_norm_is_noise() -> None:

@@ -1,7 +1,9 @@
 """Which neurons a model has: their layers, their parameters, and the axis along which they lie."""
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,14 @@ NORMS = (
     *_INSTANCE_NORMS,
     *_TRAILING_NORMS,
 )
+
+# What keeps a positive factor: f(a n) = a f(n), for each neuron on its own.
+_POOLS = (
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+_HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *_POOLS)
 
 Spread = Callable[[Tensor], Tensor]
 """Turns one value per neuron into a tensor that broadcasts over a parameter of these neurons."""
@@ -97,3 +107,40 @@ def neuron_axis(module: nn.Module, output: Tensor) -> int:
         spatial = next(i for i, kind in enumerate(_INSTANCE_NORMS, start=1) if isinstance(module, kind))
         return output.dim() - spatial - 1
     return 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Modules that keep a positive factor, next after `place` in a `sequence`."""
+
+    sequence: nn.Sequential
+    place: nn.Module
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def pools(self) -> bool:
+        return any(isinstance(module, _POOLS) for module in self.modules)
+
+
+def find_runs(model: nn.Module) -> list[Run]:
+    """The runs after layers and normalisations in the `nn.Sequential`s of `model`."""
+    sequences = [
+        m for m in model.modules() if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
+    ]
+    uses = Counter(module for sequence in sequences for module in sequence)
+    runs = []
+    for sequence in sequences:
+        modules = list(sequence)
+        for i, place in enumerate(modules):
+            if not isinstance(place, (*LAYERS, *NORMS)):
+                continue
+            run = tuple(takewhile(_keeps_neurons_of(place), modules[i + 1 :]))
+            if run and all(uses[module] == 1 for module in (place, *run)):
+                runs.append(Run(sequence, place, run))
+    return runs
+
+
+def _keeps_neurons_of(place: nn.Module) -> Callable[[nn.Module], bool]:
+    # Pooling works along the last axes, where the neurons of a linear layer lie.
+    mixing = _POOLS if isinstance(place, (nn.Linear, *_TRAILING_NORMS)) else ()
+    return lambda module: isinstance(module, _HOMOGENEOUS) and not isinstance(module, mixing)

@@ -2,9 +2,14 @@
 
 A layer is observed at its own output, unless a normalisation follows it: then at the normalisation's output. What
 follows what is read off the autograd graph, so it does not matter how a model's `forward` is written.
+
+ReLU, pooling and dropout keep the sum of n * dL/dn over positions (docs/npc.md). Where they stand next in an
+`nn.Sequential`, so that nothing else can see what comes between, the hook is put behind them: there are fewer values,
+and autograd keeps them anyway.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -17,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.importance import Observe
-from holdfast.neurons import NORMS, Layer, adopt, neuron_axis
+from holdfast.neurons import NORMS, Layer, Run, adopt, find_runs, neuron_axis
 
 _NEEDS_SAMPLE = (
     "holdfast has not yet seen where this model's neurons are observed, and cannot look inside a compiled graph: "
@@ -38,10 +43,14 @@ class _Hook:
 
 
 class _Tap(_Hook):
-    """Hands the importance of the neurons seen at a module's output to their layers' carriers."""
+    """Hands the importance of the neurons seen at a module's output to their layers' carriers.
 
-    def __init__(self, layers: Collection[Layer], copy: bool) -> None:
+    `place` is the module whose neurons they are: this one, or one that comes before it and has the same axes.
+    """
+
+    def __init__(self, layers: Collection[Layer], place: nn.Module, copy: bool) -> None:
         self.layers = layers
+        self.place = place
         self.copy = copy
         self.ran_eagerly = False
 
@@ -54,7 +63,7 @@ class _Tap(_Hook):
             self.ran_eagerly = True
         for layer in self.layers:
             assert layer.carrier is not None
-            output = _observe(output, layer, layer.carrier, module, self.copy)
+            output = _observe(output, layer, layer.carrier, self.place, self.copy)
         return output
 
 
@@ -66,8 +75,8 @@ class _Watch(_Hook):
         return self.look(module, args, kwargs, output) if torch.is_grad_enabled() else None
 
 
-def _observe(output: Tensor, layer: Layer, carrier: Tensor, module: nn.Module, copy: bool) -> Tensor:
-    observed: Tensor = Observe.apply(output, carrier, _axis(layer, module, output), copy)  # type: ignore[no-untyped-call]
+def _observe(output: Tensor, layer: Layer, carrier: Tensor, place: nn.Module, copy: bool) -> Tensor:
+    observed: Tensor = Observe.apply(output, carrier, _axis(layer, place, output), copy)  # type: ignore[no-untyped-call]
     return observed
 
 
@@ -102,17 +111,23 @@ class Observation:
             self._placed.setdefault(module, []).append(layer)
         self._layer_of = {module: layer for layer in layers if layer not in places for module in layer.modules}
         self._taps: dict[_Tap, RemovableHandle] = {}
+        self._runs = {run.place: run for run in find_runs(model)}
+        self._run_ending_at = {run.modules[-1]: run for run in self._runs.values()}
         look = torch.compiler.disable(self._look, reason=_NEEDS_SAMPLE)  # type: ignore[no-untyped-call]
         self._watches = {
-            module: module.register_forward_hook(_Watch(look), with_kwargs=True)
+            module: module.register_forward_hook(_Watch(look), prepend=True, with_kwargs=True)
             for module in self._names
-            if module in self._placed or _has_parameters(module) or isinstance(module, NORMS)
+            if module in self._placed
+            or _has_parameters(module)
+            or isinstance(module, (*NORMS, nn.Sequential))
+            or module in self._run_ending_at
         }
         self._forget()
 
     def _forget(self) -> None:
         self._seen: dict[nn.Module, list[Layer | None]] = {}  # whose neurons a module showed; None: nobody's
-        self._own: dict[Layer, Tensor] = {}  # carriers at layers' own outputs, until it is known what follows
+        self._calls: Counter[nn.Module] = Counter()
+        self._carriers: dict[tuple[Layer, nn.Module | None], Tensor] = {}  # one of them will be the layer's
         self._outputs: dict[nn.Module, Tensor] = {}
         self._overwritten: set[nn.Module] = set()
 
@@ -120,17 +135,22 @@ class Observation:
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         self._find_wrapper()
+        self._calls[module] += 1
         if module in self._placed:
             self._check_place(module, output)
         outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if _needs_grad(out)]
         if not outputs:
             return None
+        if module in self._run_ending_at and module not in self._placed:
+            return self._look_behind(self._run_ending_at[module], output)
         layers, follows = self._shown(module, args[0] if args else next(iter(kwargs.values()), None), outputs[0])
         seen = self._seen.setdefault(module, [])
         shown: Sequence[Layer | None] = layers or [None]
         seen.extend(layer for layer in shown if layer not in seen)
         for layer in layers:
-            outputs = [self._observe(outputs[0], layer, module)]
+            # All normalisations of a layer share a carrier, and so do all modules that share its weight.
+            role = layer.modules[0] if module in self._layer_of else None
+            outputs = [self._observe(outputs[0], layer, role, place=module, at=module)]
         for out in outputs:
             if out.grad_fn is not None:
                 _metadata(out.grad_fn)[self] = follows
@@ -150,14 +170,20 @@ class Observation:
                 return [source], None
         return [], None
 
-    def _observe(self, output: Tensor, layer: Layer, module: nn.Module) -> Tensor:
-        if module in self._layer_of:
-            carrier = self._own.setdefault(layer, layer.new_carrier(output))
-        else:
-            carrier = layer.carrier = layer.new_carrier(output) if layer.carrier is None else layer.carrier
-        observed = _observe(output, layer, carrier, module, copy=True)
-        self._note_overwritten(module)
-        self._outputs[module] = observed.detach()  # shares its version counter, which in-place changes move on
+    def _look_behind(self, run: Run, output: Any) -> Tensor | None:
+        layers = self._seen.get(run.place, [])
+        self._seen.setdefault(run.modules[-1], [])
+        if len(layers) != 1 or layers[0] is None or not isinstance(output, Tensor):
+            return None
+        if not _shows(layers[0], run.place, output) or (run.pools and output.dim() < 3):
+            return None
+        return self._observe(output, layers[0], run.modules[-1], run.place, at=run.modules[-1])
+
+    def _observe(self, output: Tensor, layer: Layer, role: nn.Module | None, place: nn.Module, at: nn.Module) -> Tensor:
+        carrier = self._carriers.setdefault((layer, role), layer.new_carrier(output))
+        observed = _observe(output, layer, carrier, place, copy=True)
+        self._note_overwritten(at)
+        self._outputs[at] = observed.detach()  # shares its version counter, which in-place changes move on
         return observed
 
     def _source(self, tensor: Tensor) -> Layer | None:
@@ -213,10 +239,28 @@ class Observation:
         """Decide for every module seen since the last call; those not yet seen go on being watched."""
         if not self._seen:
             return
-        places: dict[nn.Module, list[Layer]] = {}
-        for module, shown in self._seen.items():
+        for module in self._seen:
             self._watches.pop(module).remove()
             self._note_overwritten(module)
+        places = self._places()
+        number_of_places = Counter(layer for layers in places.values() for layer in layers)
+        for place, layers in places.items():
+            at, run = place, self._runs.get(place)
+            if run and all(number_of_places[layer] == 1 for layer in layers) and self._may_look_behind(run, layers):
+                at = run.modules[-1]
+            for layer in layers:
+                role = at if at is not place else layer.modules[0] if place in self._layer_of else None
+                layer.carrier = self._carriers[layer, role]
+                if isinstance(place, NORMS):
+                    adopt(layer, place, self._trained)
+            tap = _Tap(layers, place, copy=at in self._overwritten)
+            self._taps[tap] = at.register_forward_hook(tap, prepend=True)
+        self._forget()
+
+    def _places(self) -> dict[nn.Module, list[Layer]]:
+        """At which of the modules seen which layers are to be observed."""
+        places: dict[nn.Module, list[Layer]] = {}
+        for module, shown in self._seen.items():
             layers = [layer for layer in shown if layer is not None]
             # A normalisation that serves several layers shows none of them: it cannot be told which one it is serving.
             if module in self._placed or (module not in self._layer_of and len(layers) == len(shown) == 1):
@@ -225,15 +269,19 @@ class Observation:
         for module in self._seen:
             layer = self._layer_of.get(module)
             if layer is not None and layer not in normalised:
-                layer.carrier = self._own[layer]
                 places[module] = [layer]
-        for module, layers in places.items():
-            tap = _Tap(layers, copy=module in self._overwritten)
-            self._taps[tap] = module.register_forward_hook(tap)
-            if isinstance(module, NORMS):
-                for layer in layers:
-                    adopt(layer, module, self._trained)
-        self._forget()
+        return places
+
+    def _may_look_behind(self, run: Run, layers: list[Layer]) -> bool:
+        """Whether all that the place computes goes through the run: no other call or hook takes it elsewhere."""
+        calls = {self._calls[module] for module in (run.sequence, run.place, run.modules[-1])}
+        hooks = any(module._forward_hooks for module in (run.place, *run.modules[:-1]))
+        return (
+            run.place not in self._placed
+            and len(calls) == 1
+            and not hooks
+            and all((layer, run.modules[-1]) in self._carriers for layer in layers)
+        )
 
     @property
     def compiled(self) -> bool:
@@ -247,7 +295,7 @@ class Observation:
         return measured
 
     def discard(self) -> None:
-        for carrier in (*self._own.values(), *(layer.carrier for layer in self._layers)):
+        for carrier in (*self._carriers.values(), *(layer.carrier for layer in self._layers)):
             if carrier is not None:
                 carrier.grad = None
 
