@@ -175,6 +175,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "0",
         1,
     ),
+    "a normalisation outside of the sequence": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm(m.body(x)).relu()),
+            body=nn.Sequential(conv(), nn.ReLU()),
+            norm=nn.InstanceNorm2d(4),
+        ),
+        images,
+        "body.0",
+        "norm",
+        1,
+    ),
     "a sequence walked by hand, with a way out": (
         lambda: Functional(
             lambda m, x: pooled(m.body[2](y := m.body[1](m.body[0](x))) * y.tanh()),

@@ -131,7 +131,7 @@ class Observation:
         self._outputs: dict[nn.Module, Tensor] = {}
         self._overwritten: set[nn.Module] = set()
 
-    # ---- watching: every module with parameters, every normalisation, every place that was named ----
+    # ---- watching ----
 
     def _look(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         self._find_wrapper()
@@ -141,8 +141,12 @@ class Observation:
         outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if _needs_grad(out)]
         if not outputs:
             return None
-        if module in self._run_ending_at and module not in self._placed:
-            return self._look_behind(self._run_ending_at[module], output)
+        if module not in self._placed:
+            if module in self._run_ending_at:
+                return self._look_behind(self._run_ending_at[module], output)
+            if isinstance(module, nn.Sequential) and not _has_parameters(module):  # only its calls count
+                self._seen[module] = []
+                return None
         layers, follows = self._shown(module, args[0] if args else next(iter(kwargs.values()), None), outputs[0])
         seen = self._seen.setdefault(module, [])
         shown: Sequence[Layer | None] = layers or [None]
@@ -152,8 +156,7 @@ class Observation:
             role = layer.modules[0] if module in self._layer_of else None
             outputs = [self._observe(outputs[0], layer, role, place=module, at=module)]
         for out in outputs:
-            if out.grad_fn is not None:
-                _metadata(out.grad_fn)[self] = follows
+            self._mark(out, follows)
         return outputs[0] if layers else None
 
     def _shown(self, module: nn.Module, first_input: Any, output: Tensor) -> tuple[Sequence[Layer], Layer | None]:
@@ -177,7 +180,9 @@ class Observation:
             return None
         if not _shows(layers[0], run.place, output) or (run.pools and output.dim() < 3):
             return None
-        return self._observe(output, layers[0], run.modules[-1], run.place, at=run.modules[-1])
+        observed = self._observe(output, layers[0], run.modules[-1], run.place, at=run.modules[-1])
+        self._mark(observed, self._layer_of.get(run.place))
+        return observed
 
     def _observe(self, output: Tensor, layer: Layer, role: nn.Module | None, place: nn.Module, at: nn.Module) -> Tensor:
         carrier = self._carriers.setdefault((layer, role), layer.new_carrier(output))
@@ -185,6 +190,10 @@ class Observation:
         self._note_overwritten(at)
         self._outputs[at] = observed.detach()  # shares its version counter, which in-place changes move on
         return observed
+
+    def _mark(self, output: Tensor, follows: Layer | None) -> None:
+        if output.grad_fn is not None:
+            _metadata(output.grad_fn)[self] = follows
 
     def _source(self, tensor: Tensor) -> Layer | None:
         """The layer that `tensor` was computed from, if it was from this one and no other parameters."""
