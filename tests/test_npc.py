@@ -316,6 +316,19 @@ def test_grad_scaler_and_a_skipped_step() -> None:
         torch.testing.assert_close(values, unscaled.importance[name])
 
 
+def test_autocast_with_a_grad_scaler() -> None:
+    model = mlp(width=16)
+    full = copy.deepcopy(model)
+    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=1.0)
+    scaler, x = torch.amp.GradScaler("cpu", init_scale=2.0**12), torch.randn(64, 4)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model, x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    expected = normalised_taylor(*gradient_at(full, "0", x), 1)
+    torch.testing.assert_close(optimizer.importance["0"], expected, rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     class Checkpointed(nn.Module):

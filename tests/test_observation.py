@@ -175,6 +175,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "0",
         1,
     ),
+    "a run before the normalisation": (
+        lambda: nn.Sequential(conv(), nn.ReLU(), nn.MaxPool2d(2), nn.InstanceNorm2d(4), nn.ReLU(), nn.Flatten()),
+        images,
+        "0",
+        "3",
+        1,
+    ),
     "a normalisation outside of the sequence": (
         lambda: Functional(
             lambda m, x: pooled(m.norm(m.body(x)).relu()),
@@ -185,6 +192,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "body.0",
         "norm",
         1,
+    ),
+    "inside a transformer layer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+        lambda: torch.randn(5, 3, 4),
+        "linear1",
+        "linear1",
+        2,
     ),
     "a sequence walked by hand, with a way out": (
         lambda: Functional(
@@ -249,6 +263,16 @@ def test_the_hook_is_put_where_it_costs_least() -> None:
     optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=images())
     assert [len(module._forward_hooks) for module in model] == [0, 0, 0, 1, 0]
     optimizer.close()
+
+
+def test_the_hook_in_a_transformer_layer_is_put_where_it_costs_least() -> None:
+    x = torch.randn(5, 3, 4)
+    for activation, hooked in (("relu", "dropout"), ("gelu", "linear1")):
+        model = nn.TransformerEncoderLayer(4, 2, 6, activation=activation, batch_first=True)
+        optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+        names = [name for name, module in model.named_children() if module._forward_hooks]
+        assert names == [hooked, "linear2"]
+        optimizer.close()
 
 
 def test_a_hook_of_others_may_take_the_output_elsewhere() -> None:

@@ -111,9 +111,9 @@ def neuron_axis(module: nn.Module, output: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """Modules that keep a positive factor, next after `place` in a `sequence`."""
+    """Modules that keep a positive factor, next after `place` in what `caller` calls."""
 
-    sequence: nn.Sequential
+    caller: nn.Module
     place: nn.Module
     modules: tuple[nn.Module, ...]
 
@@ -123,21 +123,32 @@ class Run:
 
 
 def find_runs(model: nn.Module) -> list[Run]:
-    """The runs after layers and normalisations in the `nn.Sequential`s of `model`."""
-    sequences = [
-        m for m in model.modules() if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
-    ]
-    uses = Counter(module for sequence in sequences for module in sequence)
+    """The runs after layers and normalisations in those modules of torch whose order of calls is known."""
+    callers = {caller: calls for caller in model.modules() if (calls := _calls_of(caller))}
+    uses = Counter(module for calls in callers.values() for module in calls)
     runs = []
-    for sequence in sequences:
-        modules = list(sequence)
-        for i, place in enumerate(modules):
+    for caller, calls in callers.items():
+        for i, place in enumerate(calls):
             if not isinstance(place, (*LAYERS, *NORMS)):
                 continue
-            run = tuple(takewhile(_keeps_neurons_of(place), modules[i + 1 :]))
+            run = tuple(takewhile(_keeps_neurons_of(place), calls[i + 1 :]))
             if run and all(uses[module] == 1 for module in (place, *run)):
-                runs.append(Run(sequence, place, run))
+                runs.append(Run(caller, place, run))
     return runs
+
+
+def _calls_of(module: nn.Module) -> list[nn.Module]:
+    """Modules that `module` calls, each with nothing but the output of the one before, or with a ReLU of that."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return list(module)
+    for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        if isinstance(module, kind) and type(module)._ff_block is kind._ff_block and _is_relu(module.activation):
+            return [module.linear1, module.dropout, module.linear2]
+    return []
+
+
+def _is_relu(activation: object) -> bool:
+    return activation in (nn.functional.relu, torch.relu) or isinstance(activation, nn.ReLU)
 
 
 def _keeps_neurons_of(place: nn.Module) -> Callable[[nn.Module], bool]:

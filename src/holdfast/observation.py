@@ -5,7 +5,7 @@ follows what is read off the autograd graph, so it does not matter how a model's
 
 ReLU, pooling and dropout keep the sum of n * dL/dn over positions (docs/npc.md). Where they stand next in an
 `nn.Sequential`, so that nothing else can see what comes between, the hook is put behind them: there are fewer values,
-and autograd keeps them anyway.
+and autograd keeps them anyway. The same goes for the dropout inside torch's transformer layers.
 """
 
 import weakref
@@ -113,14 +113,16 @@ class Observation:
         self._taps: dict[_Tap, RemovableHandle] = {}
         self._runs = {run.place: run for run in find_runs(model)}
         self._run_ending_at = {run.modules[-1]: run for run in self._runs.values()}
+        self._callers = {run.caller for run in self._runs.values()}
         look = torch.compiler.disable(self._look, reason=_NEEDS_SAMPLE)  # type: ignore[no-untyped-call]
         self._watches = {
             module: module.register_forward_hook(_Watch(look), prepend=True, with_kwargs=True)
             for module in self._names
             if module in self._placed
             or _has_parameters(module)
-            or isinstance(module, (*NORMS, nn.Sequential))
+            or isinstance(module, NORMS)
             or module in self._run_ending_at
+            or module in self._callers
         }
         self._forget()
 
@@ -144,7 +146,7 @@ class Observation:
         if module not in self._placed:
             if module in self._run_ending_at:
                 return self._look_behind(self._run_ending_at[module], output)
-            if isinstance(module, nn.Sequential) and not _has_parameters(module):  # only its calls count
+            if module in self._callers and not _has_parameters(module):  # only its calls count
                 self._seen[module] = []
                 return None
         layers, follows = self._shown(module, args[0] if args else next(iter(kwargs.values()), None), outputs[0])
@@ -283,7 +285,7 @@ class Observation:
 
     def _may_look_behind(self, run: Run, layers: list[Layer]) -> bool:
         """Whether all that the place computes goes through the run: no other call or hook takes it elsewhere."""
-        calls = {self._calls[module] for module in (run.sequence, run.place, run.modules[-1])}
+        calls = {self._calls[module] for module in (run.caller, run.place, run.modules[-1])}
         hooks = any(module._forward_hooks for module in (run.place, *run.modules[:-1]))
         return (
             run.place not in self._placed
