@@ -318,6 +318,18 @@ def test_affine_parameters_of_a_following_normalisation_are_the_layers(norm: nn.
         assert torch.equal(moved, ~frozen), name
 
 
+def test_a_free_normalisation_shows_the_neurons_but_keeps_its_parameters() -> None:
+    model, x = Block(), images()
+    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = holdfast.NPC(model, sgd, rate=1.0, beta=0.01, free=[model.head, model.norm])
+    before = model.norm.weight.detach().clone()
+    step_once(optimizer, x)
+    torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
+    assert (optimizer.plasticity["conv"] == 0).all()
+    assert (model.norm.weight != before).all()
+
+
 def test_observe_overrides_what_would_be_found() -> None:
     model, x = Block(), images()
     expected = normalised_taylor(*gradient_at(model, "conv", x), 1)

@@ -64,7 +64,8 @@ class NPC(Method):
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         self._layers = find_layers(self.model, trained, self._free)
         _check_layers(self.model, self._layers, trained)
-        self._observation = Observation(self.model, self._layers, trained, _places(self.model, self._layers, observe))
+        bound = trained - {p for module in self._free for p in module.parameters()}
+        self._observation = Observation(self.model, self._layers, bound, _places(self.model, self._layers, observe))
         weakref.finalize(self, self._observation.close).atexit = False
         if isinstance(model, DistributedDataParallel):
             self._observation.wrapper = weakref.ref(model)
