@@ -85,6 +85,8 @@ def _spread(module: nn.Module, parameter: nn.Parameter) -> Spread:
         return lambda values: (
             values.view(groups, 1, -1).expand(groups, inputs // groups, -1).reshape(inputs, -1, *trailing)
         )
+    if dims == 1:
+        return lambda values: values
     return lambda values: values.view(-1, *[1] * (dims - 1))
 
 
