@@ -124,6 +124,15 @@ def test_the_control_of_a_step_compiles_into_one_graph(
         torch.testing.assert_close(values, theirs.importance[name], rtol=1e-4, atol=1e-5)
 
 
+def test_a_second_optimizer_for_the_same_kind_of_model_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend="aot_eager"))
+    for stance in ("default", "fail_on_recompile"):
+        model = Block()
+        optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model.head])
+        with torch.compiler.set_stance(stance):
+            train(model, optimizer, batches(model))
+
+
 def test_whether_the_model_runs_compiled_is_known() -> None:
     model, x = mlp(), torch.randn(6, 4)
     optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)

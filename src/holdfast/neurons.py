@@ -28,8 +28,22 @@ _POOLS = (
 )
 _HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *_POOLS)
 
-Spread = Callable[[Tensor], Tensor]
-"""Turns one value per neuron into a tensor that broadcasts over a parameter of these neurons."""
+
+@dataclass(frozen=True)
+class Spread:
+    """Turns one value per neuron into a tensor that broadcasts over a parameter of these neurons.
+
+    In a transposed convolution with `groups` each group's neurons stand once for each of its `inputs`.
+    """
+
+    shape: tuple[int, ...]
+    groups: int = 1
+    inputs: int = 1
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self.inputs > 1:
+            values = values.view(self.groups, 1, -1).expand(-1, self.inputs, -1)
+        return values if values.shape == self.shape else values.reshape(self.shape)
 
 
 @dataclass(eq=False)
@@ -78,16 +92,13 @@ def _size(module: nn.Module) -> int:
 
 
 def _spread(module: nn.Module, parameter: nn.Parameter) -> Spread:
-    dims = parameter.dim()
-    if isinstance(module, _TRANSPOSED) and dims > 1:  # weight: [inputs, outputs / groups, *kernel]
-        groups, inputs = module.groups, module.in_channels
-        trailing = [1] * (dims - 2)
-        return lambda values: (
-            values.view(groups, 1, -1).expand(groups, inputs // groups, -1).reshape(inputs, -1, *trailing)
-        )
-    if dims == 1:
-        return lambda values: values
-    return lambda values: values.view(-1, *[1] * (dims - 1))
+    ones = [1] * (parameter.dim() - 2)
+    if not isinstance(module, _TRANSPOSED) or parameter.dim() == 1:
+        return Spread((len(parameter), 1, *ones)[: parameter.dim()])
+    inputs, outputs = parameter.shape[:2]  # of a transposed weight: [inputs, outputs / groups, *kernel]
+    if module.groups == 1:
+        return Spread((1, outputs, *ones))
+    return Spread((inputs, outputs, *ones), module.groups, inputs // module.groups)
 
 
 def adopt(layer: Layer, norm: nn.Module, trained: Collection[nn.Parameter]) -> None:
