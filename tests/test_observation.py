@@ -434,6 +434,154 @@ def test_frozen_layers_below_cost_no_graph() -> None:
     assert optimizer.importance["2"].sum() > 0
 
 
+class PerTaskNorm(nn.Module):
+    """One convolution, a normalisation for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task, self.conv, self.norms = 0, conv(), nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return pooled(F.silu(y if self.task is None else self.norms[self.task](y)))
+
+
+def test_a_normalisation_of_a_later_task_shows_the_layer_too() -> None:
+    model, x = PerTaskNorm(), images()
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0)
+    step_once(step_once(optimizer, x), x)
+    for task in (1, 0, 1):
+        model.task = task
+        expected = normalised_taylor(*gradient_at(model, f"norms.{task}", x), 1)
+        step_once(optimizer, x)
+        torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
+    frozen = optimizer.plasticity["conv"] == 0
+    before = model.norms[1].weight.detach().clone()
+    step_once(optimizer, x)
+    frozen &= optimizer.plasticity["conv"] == 0
+    assert frozen.any()
+    assert torch.equal(model.norms[1].weight[frozen], before[frozen])
+    optimizer.close()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_normalisation_that_comes_later_takes_the_place_of_the_layers_output() -> None:
+    model, x = PerTaskNorm(), images()
+    model.task = None
+    optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
+    model.task = 1
+    for _ in range(2):
+        expected = normalised_taylor(*gradient_at(model, "norms.1", x), 1)
+        step_once(optimizer, x)
+        torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:these parameters")
+def test_a_layer_that_is_frozen_at_first() -> None:
+    model, x = PerTaskNorm(), images()
+    model.conv.requires_grad_(False)
+    second_layer = nn.Linear(4, 3)
+    whole = nn.Sequential(model, second_layer)
+    optimizer = step_once(holdfast.NPC(whole, torch.optim.SGD(whole.parameters(), lr=0.1), rate=1.0), x)
+    model.conv.requires_grad_(True)
+    for _ in range(2):
+        expected = normalised_taylor(*gradient_at(whole, "0.norms.0", x), 1)
+        step_once(optimizer, x)
+        torch.testing.assert_close(optimizer.importance["0.conv"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_no_longer_seen_is_named_once() -> None:
+    model = Functional(
+        lambda m, x: m.last(torch.tanh(m.body[0](x)) if m.other_way else m.body(x)),
+        body=nn.Sequential(nn.Linear(4, 6), nn.ReLU()),
+        last=nn.Linear(6, 2),
+    )
+    model.other_way = False
+    x = torch.randn(5, 4)
+    optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1)), x)
+    model.other_way = True
+    with pytest.warns(UserWarning, match="importance stays as it is: body.0;"):
+        step_once(optimizer, x)
+    step_once(optimizer, x)
+
+
+def test_two_optimizers_may_share_a_layer() -> None:
+    model, x = Block(), images()
+    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    both = [
+        holdfast.NPC(model, torch.optim.SGD(part, lr=0.1), rate=1.0, free=[model.head]) for part in (weights, others)
+    ]
+    model(x).square().mean().backward()
+    for optimizer in both:
+        optimizer.step()
+        torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_whose_output_is_not_their_neurons_are_left_alone() -> None:
+    class Pair(nn.Linear):
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+            return super().forward(input), self.weight.square().sum()
+
+    class Gated(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return F.glu(super().forward(input))
+
+    model = Functional(
+        lambda m, x: (pair := m.pair(x))[0] + m.last(m.gated(x)) + pair[1],
+        pair=Pair(4, 3),
+        gated=Gated(4, 6),
+        last=nn.Linear(3, 3),
+    )
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="full rate: pair.weight, pair.bias, gated.weight, gated.bias;"):
+        step_once(optimizer, torch.randn(5, 4))
+
+
+def test_gradients_discarded_by_the_model_are_not_measured() -> None:
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    ours = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5)
+    theirs = holdfast.NPC(plain, torch.optim.SGD(plain.parameters(), lr=0.1), rate=0.5)
+    for x in (torch.randn(5, 4) for _ in range(4)):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        ours.step()
+        model(torch.randn(5, 4)).sum().backward()  # somebody else's loss, as in adversarial training
+        step_once(theirs, x)
+    for name, values in ours.importance.items():
+        assert torch.equal(values, theirs.importance[name])
+
+
+def test_image_rows_are_not_taken_for_neurons() -> None:
+    model, x = nn.Sequential(conv(), nn.LayerNorm((4, 4)), nn.Flatten()), torch.randn(5, 2, 4, 4)
+    expected = normalised_taylor(*gradient_at(model, "0", x), 1)
+    with pytest.warns(UserWarning, match="1.weight, 1.bias"):
+        optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
+    torch.testing.assert_close(optimizer.importance["0"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rehearsal_is_a_training_forward_and_leaves_modes_and_buffers() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+            self.register_buffer("average", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.dropout(self.linear(x), 0.5, self.training, inplace=True)
+            self.average = 0.9 * self.average + y.detach().mean(0)
+            return y
+
+    model, x = Averaging().eval(), torch.randn(5, 4)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    assert not any(module.training for module in model.modules())
+    assert model.average.sum() == 0
+    model.train()
+    step_once(optimizer, x)
+
+
 def step_once(optimizer: holdfast.NPC, x: Tensor) -> holdfast.NPC:
     optimizer.zero_grad()
     optimizer.model(x).square().mean().backward()

@@ -61,6 +61,12 @@ class Layer:
         if all(parameter is not mine for mine, _ in self.parameters):
             self.parameters.append((parameter, spread))
 
+    def forget_if_discarded(self) -> None:
+        """Drop a measurement whose gradients are gone, as after `model.zero_grad()`."""
+        carrier = self.carrier
+        if carrier is not None and carrier.grad is not None and all(p.grad is None for p, _ in self.parameters):
+            carrier.grad = None
+
     def new_carrier(self, like: Tensor) -> Tensor:
         precise = torch.promote_types(like.dtype, torch.float32)
         return torch.zeros(self.size, dtype=precise, device=like.device, requires_grad=True)

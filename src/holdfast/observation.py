@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,8 @@ class _Tap(_Hook):
             if torch._C._are_functorch_transforms_active():  # per-sample gradients and the like are not training
                 return None
             self.ran_eagerly = True
+            for layer in self.layers:
+                layer.forget_if_discarded()
         for layer in self.layers:
             assert layer.carrier is not None
             output = _observe(output, layer, layer.carrier, self.place, self.copy)
@@ -75,6 +78,14 @@ class _Watch(_Hook):
         return self.look(module, args, kwargs, output) if torch.is_grad_enabled() else None
 
 
+class _Mark(_Watch):
+    """Goes on saying which layer an output is of, for normalisations that may yet follow it."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and _needs_grad(output):
+            self.look(output)
+
+
 def _observe(output: Tensor, layer: Layer, carrier: Tensor, place: nn.Module, copy: bool) -> Tensor:
     observed: Tensor = Observe.apply(output, carrier, _axis(layer, place, output), copy)  # type: ignore[no-untyped-call]
     return observed
@@ -87,6 +98,12 @@ def _axis(layer: Layer, module: nn.Module, output: Tensor) -> int:
 def _shows(layer: Layer, module: nn.Module, output: Tensor) -> bool:
     axis = _axis(layer, module, output)
     return 0 <= axis < output.dim() and output.shape[axis] == layer.size
+
+
+def _in_place(layer: Layer, norm: nn.Module, output: Tensor) -> bool:
+    """Whether `norm` looks along the axis of the layer's neurons, if no axes were moved between."""
+    axis = neuron_axis(norm, output)
+    return axis == output.dim() - 1 if isinstance(layer.modules[0], nn.Linear) else axis <= 1
 
 
 class Observation:
@@ -111,6 +128,7 @@ class Observation:
             self._placed.setdefault(module, []).append(layer)
         self._layer_of = {module: layer for layer in layers if layer not in places for module in layer.modules}
         self._taps: dict[_Tap, RemovableHandle] = {}
+        self._marks: dict[nn.Module, RemovableHandle] = {}
         self._runs = {run.place: run for run in find_runs(model)}
         self._run_ending_at = {run.modules[-1]: run for run in self._runs.values()}
         self._callers = {run.caller for run in self._runs.values()}
@@ -149,7 +167,10 @@ class Observation:
             if module in self._callers and not _has_parameters(module):  # only its calls count
                 self._seen[module] = []
                 return None
-        layers, follows = self._shown(module, args[0] if args else next(iter(kwargs.values()), None), outputs[0])
+        first_input = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(module, NORMS) and not _needs_grad(first_input) and module not in self._placed:
+            return None  # what it follows is frozen, and may yet learn
+        layers, follows = self._shown(module, first_input, outputs[0]) if isinstance(output, Tensor) else ([], None)
         seen = self._seen.setdefault(module, [])
         shown: Sequence[Layer | None] = layers or [None]
         seen.extend(layer for layer in shown if layer not in seen)
@@ -166,12 +187,13 @@ class Observation:
         if module in self._placed:
             return self._placed[module], None
         if module in self._layer_of:
-            return [self._layer_of[module]], self._layer_of[module]
+            layer = self._layer_of[module]
+            return ([layer], layer) if _shows(layer, module, output) else ([], None)
         if isinstance(module, nn.PReLU):  # an activation: what follows it follows the layer before it
-            return [], self._source(first_input)
+            return [], self._source(first_input)[0]
         if isinstance(module, NORMS):
-            source = self._source(first_input)
-            if source is not None and _shows(source, module, output):
+            source, moved = self._source(first_input)
+            if source is not None and _shows(source, module, output) and (moved or _in_place(source, module, output)):
                 return [source], None
         return [], None
 
@@ -197,23 +219,27 @@ class Observation:
         if output.grad_fn is not None:
             _metadata(output.grad_fn)[self] = follows
 
-    def _source(self, tensor: Tensor) -> Layer | None:
-        """The layer that `tensor` was computed from, if it was from this one and no other parameters."""
+    def _source(self, tensor: Any) -> tuple[Layer | None, bool]:
+        """The layer that `tensor` was computed from, if from this one and no other parameters; and if axes moved."""
         found: set[Layer | None] = set()
-        pending: list[Node | None] = [tensor.grad_fn]
+        pending: list[Node | None] = [tensor.grad_fn] if isinstance(tensor, Tensor) else []
         visited: set[Node] = set()
+        moved = False
         while pending and len(found) < 2:
             node = pending.pop()
             if node is None or node in visited:
                 continue
             visited.add(node)
+            moved |= node.name().startswith(("Permute", "Transpose"))
             if self in (marks := _metadata(node)):
                 found.add(marks[self])
+            elif node.name() == "ObserveBackward":
+                pending.append(node.next_functions[0][0])  # and not the carrier, which is no parameter
             elif node.next_functions:
                 pending.extend(earlier for earlier, _ in node.next_functions)
             else:
                 found.add(None)  # a parameter
-        return found.pop() if len(found) == 1 else None
+        return (found.pop() if len(found) == 1 else None), moved
 
     def _note_overwritten(self, module: nn.Module) -> None:
         if module in self._outputs and self._outputs[module]._version > 0:
@@ -254,6 +280,7 @@ class Observation:
             self._watches.pop(module).remove()
             self._note_overwritten(module)
         places = self._places()
+        self._take_back({layer for place, layers in places.items() if place not in self._layer_of for layer in layers})
         number_of_places = Counter(layer for layers in places.values() for layer in layers)
         for place, layers in places.items():
             at, run = place, self._runs.get(place)
@@ -266,7 +293,26 @@ class Observation:
                     adopt(layer, place, self._trained)
             tap = _Tap(layers, place, copy=at in self._overwritten)
             self._taps[tap] = at.register_forward_hook(tap, prepend=True)
+        self._keep_marking()
         self._forget()
+
+    def _take_back(self, layers: set[Layer]) -> None:
+        """Stop observing these layers at their own outputs: a normalisation has turned up behind them."""
+        for tap in [tap for tap in self._taps if tap.place in self._layer_of and not layers.isdisjoint(tap.layers)]:
+            self._taps.pop(tap).remove()
+
+    def _keep_marking(self) -> None:
+        """As long as a normalisation has not been seen, the layers it may follow must be known to it."""
+        if not any(isinstance(module, NORMS) for module in self._watches):
+            for handle in self._marks.values():
+                handle.remove()
+            self._marks.clear()
+            return
+        for module in self._seen:
+            layer = self._layer_of.get(module)
+            if layer is not None and module not in self._marks:
+                mark = _Mark(partial(self._mark, follows=layer))
+                self._marks[module] = module.register_forward_hook(mark, with_kwargs=True)
 
     def _places(self) -> dict[nn.Module, list[Layer]]:
         """At which of the modules seen which layers are to be observed."""
@@ -277,16 +323,17 @@ class Observation:
             if module in self._placed or (module not in self._layer_of and len(layers) == len(shown) == 1):
                 places[module] = layers
         normalised = {layer for layers in places.values() for layer in layers}
-        for module in self._seen:
+        for module, shown in self._seen.items():
             layer = self._layer_of.get(module)
-            if layer is not None and layer not in normalised:
+            if layer in shown and layer is not None and layer not in normalised:
                 places[module] = [layer]
         return places
 
     def _may_look_behind(self, run: Run, layers: list[Layer]) -> bool:
         """Whether all that the place computes goes through the run: no other call or hook takes it elsewhere."""
         calls = {self._calls[module] for module in (run.caller, run.place, run.modules[-1])}
-        hooks = any(module._forward_hooks for module in (run.place, *run.modules[:-1]))
+        between = (run.place, *run.modules[:-1])
+        hooks = any(not isinstance(hook, _Idle) for module in between for hook in module._forward_hooks.values())
         return (
             run.place not in self._placed
             and len(calls) == 1
@@ -311,9 +358,10 @@ class Observation:
                 carrier.grad = None
 
     def rehearse(self, model: nn.Module, sample: Any) -> None:
-        """Watch one forward that leaves no trace: buffers and random numbers are afterwards as they were."""
+        """Watch one training forward that leaves no trace: buffers, modes and random numbers are then as they were."""
         devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-        with torch.random.fork_rng(devices), _kept_buffers(model), torch.enable_grad():
+        with torch.random.fork_rng(devices), _kept(model), torch.enable_grad():
+            model.train()
             if isinstance(sample, Mapping):
                 model(**sample)
             elif isinstance(sample, tuple | list):
@@ -323,9 +371,10 @@ class Observation:
         self.settle()
 
     def close(self) -> None:
-        for handle in (*self._watches.values(), *self._taps.values()):
+        for handle in (*self._watches.values(), *self._taps.values(), *self._marks.values()):
             handle.remove()
         self._watches.clear()
+        self._marks.clear()
         self._taps.clear()
         self._forget()
 
@@ -343,11 +392,18 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _kept(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in modes
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     try:
         yield
     finally:
+        for module, mode in modes.items():
+            module.training = mode
         with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer.copy_(value))

@@ -71,6 +71,7 @@ class NPC(Method):
             self._observation.wrapper = weakref.ref(model)
         self._prepare_importance()
         self._started = False
+        self._unmeasured: set[str] = set()
         self._closed = False
         if sample is not None:
             self._observation.rehearse(self.model, sample)
@@ -125,6 +126,8 @@ class NPC(Method):
         measured = self._observation.collect()
         if not self._started:
             self._start(measured)
+        elif 0 < sum(values is None for values in measured) < len(measured):
+            self._check_unmeasured(measured)
         row, moving = self._row(measured), self._moving()
         places = [(number, spread) for _, number, spread in moving]
         if _is_plain_sgd(self.wrapped):
@@ -183,6 +186,7 @@ class NPC(Method):
                 "measured; call loss.backward() first"
             )
         self._started = True
+        self._unmeasured = self._learning_unmeasured(measured)  # the first warning names their parameters
         if uncontrolled := self._uncontrolled(measured):
             warnings.warn(
                 f"these parameters belong to no neuron that was observed and train at the full rate: "
@@ -195,6 +199,23 @@ class NPC(Method):
                 "process measures importance alone; if they train one model, give NPC that wrapper as model",
                 stacklevel=5,
             )
+
+    def _check_unmeasured(self, measured: list[Tensor | None]) -> None:
+        if new := self._learning_unmeasured(measured) - self._unmeasured:
+            self._unmeasured |= new
+            warnings.warn(
+                "these layers have gradients but were not seen where their neurons are observed, so that their "
+                f"importance stays as it is: {', '.join(sorted(new))}; if the model computes in another way than in "
+                "its first step, build a new NPC and load this one's state_dict, or say where to look with observe=",
+                stacklevel=5,
+            )
+
+    def _learning_unmeasured(self, measured: list[Tensor | None]) -> set[str]:
+        return {
+            layer.name
+            for layer, values in zip(self._layers, measured, strict=True)
+            if values is None and any(parameter.grad is not None for parameter, _ in layer.parameters)
+        }
 
     def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
         free = {p for module in self._free for p in module.parameters(recurse=False)}
@@ -326,7 +347,10 @@ def _check_layers(model: nn.Module, layers: list[Layer], trained: set[nn.Paramet
             "step that replaces them"
         )
     if find_layers(model, set(model.parameters()), free=()):
-        raise ValueError("no neuron is left to control: all of the model's layers in this optimizer are in free=")
+        raise ValueError(
+            "no neuron is left to control: the optimizer holds no weight or bias of a Linear, Conv or ConvTranspose "
+            "layer that is not in free="
+        )
     raise ValueError(
         f"{type(model).__name__} has no neurons to control: no Linear, Conv or ConvTranspose layer with a weight"
     )
