@@ -372,7 +372,8 @@ def test_a_normalisation_of_several_layers_shows_none_of_them() -> None:
     x = images()
     expected = normalised_taylor(*gradient_at(model, "conv", x), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
+    parameters_named = pytest.warns(UserWarning, match="norm.weight, norm.bias")
+    with parameters_named, pytest.warns(UserWarning, match=r"'norm' normalises several layers \(conv, second\)"):
         optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0), x)
     torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-3, atol=1e-4)
 

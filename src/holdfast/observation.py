@@ -8,6 +8,7 @@ ReLU, pooling and dropout keep the sum of n * dL/dn over positions (docs/npc.md)
 and autograd keeps them anyway. The same goes for the dropout inside torch's transformer layers.
 """
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -319,7 +320,14 @@ class Observation:
         places: dict[nn.Module, list[Layer]] = {}
         for module, shown in self._seen.items():
             layers = [layer for layer in shown if layer is not None]
-            # A normalisation that serves several layers shows none of them: it cannot be told which one it is serving.
+            if len(layers) > 1 and module not in self._placed:
+                # It shows none of them, because it cannot be told which one it is serving.
+                names = ", ".join(layer.name for layer in layers)
+                warnings.warn(
+                    f"{self._names[module]!r} normalises several layers ({names}); they are observed before it, where "
+                    "their importance may be hidden: give each a normalisation of its own",
+                    stacklevel=6,
+                )
             if module in self._placed or (module not in self._layer_of and len(layers) == len(shown) == 1):
                 places[module] = layers
         normalised = {layer for layers in places.values() for layer in layers}
