@@ -1,9 +1,11 @@
 """What several tests need: small models, and the statistic of eq. 2 and 3 taken by a plain tensor hook."""
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def gradient_at(model: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,6 +49,13 @@ def mlp(inputs: int = 4, width: int = 6, outputs: int = 3) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
     )
+
+
+def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[Tensor]) -> None:
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

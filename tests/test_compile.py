@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from helpers import Block, assert_same_bits, mlp, parameters_of
+from helpers import Block, assert_same_bits, mlp, parameters_of, train
 from holdfast.methods import npc
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
@@ -140,10 +140,3 @@ def test_whether_the_model_runs_compiled_is_known() -> None:
     assert optimizer._observation.compiled
     train(model, optimizer, [x])
     assert not optimizer._observation.compiled
-
-
-def train(model: nn.Module, optimizer: holdfast.NPC, batches: list[Tensor]) -> None:
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()

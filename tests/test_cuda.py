@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
-from helpers import Block, assert_same_bits, mlp, parameters_of
+from helpers import Block, assert_same_bits, mlp, parameters_of, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -20,13 +20,6 @@ def _exact() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32 = before
-
-
-def train(model: nn.Module, optimizer: Optimizer, batches: list[Tensor]) -> None:
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
 
 
 def images(count: int) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import holdfast
+from helpers import train
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
 
@@ -32,11 +33,8 @@ def data() -> list[Tensor]:
     return [torch.randn(BATCH, 4, dtype=torch.float64) for _ in range(STEPS)]
 
 
-def train(model: nn.Module, optimizer: holdfast.NPC, batches: list[Tensor]) -> dict[str, Any]:
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+def trained(model: nn.Module, optimizer: holdfast.NPC, batches: list[Tensor]) -> dict[str, Any]:
+    train(model, optimizer, batches)
     return {"model": optimizer.model.state_dict(), "importance": optimizer.importance}
 
 
@@ -53,7 +51,7 @@ def worker(rank: int, folder: str, given: str) -> None:
     wrapper = DistributedDataParallel(inner)
     model = wrapper if given == "wrapper" else inner
     optimizer = holdfast.NPC(model, SGD(wrapper.parameters(), lr=0.1), rate=0.3, free=[inner[5]])
-    result = train(wrapper, optimizer, [x.chunk(2)[rank] for x in data()])
+    result = trained(wrapper, optimizer, [x.chunk(2)[rank] for x in data()])
     torch.save(result, Path(folder) / f"{rank}.pt")
     leave()
 
@@ -61,7 +59,7 @@ def worker(rank: int, folder: str, given: str) -> None:
 @pytest.mark.parametrize("given", ["wrapper", "model inside"])
 def test_halves_of_a_batch_on_two_processes(given: str) -> None:
     whole = build()
-    expected = train(whole, holdfast.NPC(whole, SGD(whole.parameters(), lr=0.1), rate=0.3, free=[whole[5]]), data())
+    expected = trained(whole, holdfast.NPC(whole, SGD(whole.parameters(), lr=0.1), rate=0.3, free=[whole[5]]), data())
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(folder, given), nprocs=2)
         results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def layers_of(model: nn.Module, free: tuple[nn.Module, ...] = ()) -> list[Layer]:
-    return find_layers(model, set(model.parameters()), free)
+    return find_layers(model, set(model.parameters()), {p for module in free for p in module.parameters()})
 
 
 @pytest.mark.parametrize("kind", LAYERS)

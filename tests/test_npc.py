@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from helpers import Block, assert_same_bits, gradient_at, mlp, normalised_taylor, parameters_of
+from helpers import Block, assert_same_bits, gradient_at, mlp, normalised_taylor, parameters_of, train
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -34,13 +34,6 @@ every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
-
-
-def train(model: nn.Module, optimizer: Optimizer, batches: list[Tensor]) -> None:
-    for x in batches:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
 
 
 def batches(count: int = 5, size: int = 8) -> list[Tensor]:
@@ -404,7 +397,6 @@ def test_a_copied_or_saved_model_is_a_plain_model() -> None:
         torch.load(file, weights_only=False)
         assert torch.equal(twin.eval()(x), model.eval()(x))
         model.train(), twin.train()
-        held = optimizer.importance
         loss_of(twin, x).backward()  # not measured: the optimizer belongs to the original
         train(model, optimizer, [x])
         held = optimizer.importance

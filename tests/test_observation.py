@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import holdfast
-from helpers import Block, gradient_at, mlp, normalised_taylor
+from helpers import Block, gradient_at, mlp, normalised_taylor, train
 
 
 class Functional(nn.Module):
@@ -584,7 +584,5 @@ def test_a_rehearsal_is_a_training_forward_and_leaves_modes_and_buffers() -> Non
 
 
 def step_once(optimizer: holdfast.NPC, x: Tensor) -> holdfast.NPC:
-    optimizer.zero_grad()
-    optimizer.model(x).square().mean().backward()
-    optimizer.step()
+    train(optimizer.model, optimizer, [x])
     return optimizer

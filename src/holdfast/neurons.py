@@ -72,11 +72,11 @@ class Layer:
         return torch.zeros(self.size, dtype=precise, device=like.device, requires_grad=True)
 
 
-def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Collection[nn.Module]) -> list[Layer]:
-    """The layers of `model` that have a parameter among `trained` and are not inside a module of `free`."""
+def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Collection[nn.Parameter]) -> list[Layer]:
+    """The layers of `model` that have a parameter among `trained` and whose weight is not among `free`."""
     # Attention uses the weight of its output projection without calling that module, so it cannot be observed.
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    excluded = {parameter for module in (*free, *attention) for parameter in module.parameters()}
+    excluded = {*free, *(parameter for module in attention for parameter in module.parameters())}
     layers: dict[nn.Parameter, Layer] = {}
     for name, module in model.named_modules():
         if not isinstance(module, LAYERS):

@@ -79,12 +79,15 @@ class _Watch(_Hook):
         return self.look(module, args, kwargs, output) if torch.is_grad_enabled() else None
 
 
-class _Mark(_Watch):
+class _Mark(_Hook):
     """Goes on saying which layer an output is of, for normalisations that may yet follow it."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __init__(self, mark: Callable[[Tensor], None]) -> None:
+        self.mark = mark
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and _needs_grad(output):
-            self.look(output)
+            self.mark(output)
 
 
 def _observe(output: Tensor, layer: Layer, carrier: Tensor, place: nn.Module, copy: bool) -> Tensor:
@@ -101,7 +104,7 @@ def _shows(layer: Layer, module: nn.Module, output: Tensor) -> bool:
     return 0 <= axis < output.dim() and output.shape[axis] == layer.size
 
 
-def _in_place(layer: Layer, norm: nn.Module, output: Tensor) -> bool:
+def _looks_along_neurons(layer: Layer, norm: nn.Module, output: Tensor) -> bool:
     """Whether `norm` looks along the axis of the layer's neurons, if no axes were moved between."""
     axis = neuron_axis(norm, output)
     return axis == output.dim() - 1 if isinstance(layer.modules[0], nn.Linear) else axis <= 1
@@ -162,15 +165,17 @@ class Observation:
         outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if _needs_grad(out)]
         if not outputs:
             return None
+        first_input = args[0] if args else next(iter(kwargs.values()), None)
         if module not in self._placed:
             if module in self._run_ending_at:
                 return self._look_behind(self._run_ending_at[module], output)
             if module in self._callers and not _has_parameters(module):  # only its calls count
                 self._seen[module] = []
                 return None
-        first_input = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(module, NORMS) and not _needs_grad(first_input) and module not in self._placed:
-            return None  # what it follows is frozen, and may yet learn
+            if isinstance(module, NORMS) and not _needs_grad(
+                first_input
+            ):  # what it follows is frozen, and may yet learn
+                return None
         layers, follows = self._shown(module, first_input, outputs[0]) if isinstance(output, Tensor) else ([], None)
         seen = self._seen.setdefault(module, [])
         shown: Sequence[Layer | None] = layers or [None]
@@ -194,7 +199,11 @@ class Observation:
             return [], self._source(first_input)[0]
         if isinstance(module, NORMS):
             source, moved = self._source(first_input)
-            if source is not None and _shows(source, module, output) and (moved or _in_place(source, module, output)):
+            if (
+                source is not None
+                and _shows(source, module, output)
+                and (moved or _looks_along_neurons(source, module, output))
+            ):
                 return [source], None
         return [], None
 
@@ -313,7 +322,7 @@ class Observation:
             layer = self._layer_of.get(module)
             if layer is not None and module not in self._marks:
                 mark = _Mark(partial(self._mark, follows=layer))
-                self._marks[module] = module.register_forward_hook(mark, with_kwargs=True)
+                self._marks[module] = module.register_forward_hook(mark)
 
     def _places(self) -> dict[nn.Module, list[Layer]]:
         """At which of the modules seen which layers are to be observed."""

@@ -60,12 +60,12 @@ class NPC(Method):
         self.beta = _positive("beta", beta)
         self.rate = _positive("rate", rate, most=1)
         self.gain = _positive("gain", gain)
-        self._free = _modules_of(self.model, free)
+        self._free = {p for module in _modules_of(self.model, free) for p in module.parameters()}
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         self._layers = find_layers(self.model, trained, self._free)
         _check_layers(self.model, self._layers, trained)
-        bound = trained - {p for module in self._free for p in module.parameters()}
-        self._observation = Observation(self.model, self._layers, bound, _places(self.model, self._layers, observe))
+        places = _places(self.model, self._layers, observe)
+        self._observation = Observation(self.model, self._layers, trained - self._free, places)
         weakref.finalize(self, self._observation.close).atexit = False
         if isinstance(model, DistributedDataParallel):
             self._observation.wrapper = weakref.ref(model)
@@ -189,7 +189,7 @@ class NPC(Method):
         self._unmeasured = self._learning_unmeasured(measured)  # the first warning names their parameters
         if uncontrolled := self._uncontrolled(measured):
             warnings.warn(
-                f"these parameters belong to no neuron that was observed and train at the full rate: "
+                "these parameters belong to no neuron that was observed and train at the full rate: "
                 f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
                 stacklevel=5,
             )
@@ -218,7 +218,6 @@ class NPC(Method):
         }
 
     def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
-        free = {p for module in self._free for p in module.parameters(recurse=False)}
         controlled = {
             parameter
             for layer, values in zip(self._layers, measured, strict=True)
@@ -226,7 +225,7 @@ class NPC(Method):
             if values is not None
         }
         trained = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return [name for name, p in self.model.named_parameters() if p in trained - controlled - free]
+        return [name for name, p in self.model.named_parameters() if p in trained - controlled - self._free]
 
     # ---- state ----
 
@@ -320,7 +319,7 @@ def _modules_of(model: nn.Module, free: Iterable[nn.Module]) -> list[nn.Module]:
             raise TypeError(f"free takes modules of the model, as in free=[model.head]; got {module!r}")
         if module not in inside:
             raise ValueError(f"free has a {type(module).__name__} that is not a module of this model: {module}")
-        chosen.extend(module.modules())
+        chosen.append(module)
     return chosen
 
 
