@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.hooks import Hook, Idle, inside_transform, needs_grad
 from holdfast.importance import Observe
 from holdfast.neurons import NORMS, Layer, Run, adopt, find_runs, neuron_axis
 
@@ -32,19 +33,7 @@ _NEEDS_SAMPLE = (
 )
 
 
-class _Idle:
-    """What a copied or unpickled model has in place of a hook: nothing is measured on it."""
-
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-class _Hook:
-    def __reduce__(self) -> tuple[type[_Idle], tuple[()]]:
-        return _Idle, ()
-
-
-class _Tap(_Hook):
+class _Tap(Hook):
     """Hands the importance of the neurons seen at a module's output to their layers' carriers.
 
     `place` is the module whose neurons they are: this one, or one that comes before it and has the same axes.
@@ -57,11 +46,9 @@ class _Tap(_Hook):
         self.ran_eagerly = False
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if not (torch.is_grad_enabled() and output.requires_grad):
+        if not (torch.is_grad_enabled() and output.requires_grad) or inside_transform():
             return None
         if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active():  # per-sample gradients and the like are not training
-                return None
             self.ran_eagerly = True
             for layer in self.layers:
                 layer.forget_if_discarded()
@@ -71,22 +58,24 @@ class _Tap(_Hook):
         return output
 
 
-class _Watch(_Hook):
+class _Watch(Hook):
     def __init__(self, look: Callable[..., Tensor | None]) -> None:
         self.look = look
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
-        return self.look(module, args, kwargs, output) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled() or inside_transform():
+            return None
+        return self.look(module, args, kwargs, output)
 
 
-class _Mark(_Hook):
+class _Mark(Hook):
     """Goes on saying which layer an output is of, for normalisations that may yet follow it."""
 
     def __init__(self, mark: Callable[[Tensor], None]) -> None:
         self.mark = mark
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and _needs_grad(output):
+        if not torch.compiler.is_compiling() and needs_grad(output):
             self.mark(output)
 
 
@@ -162,7 +151,7 @@ class Observation:
         self._calls[module] += 1
         if module in self._placed:
             self._check_place(module, output)
-        outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if _needs_grad(out)]
+        outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if needs_grad(out)]
         if not outputs:
             return None
         first_input = args[0] if args else next(iter(kwargs.values()), None)
@@ -172,7 +161,7 @@ class Observation:
             if module in self._callers and not _has_parameters(module):  # only its calls count
                 self._seen[module] = []
                 return None
-            if isinstance(module, NORMS) and not _needs_grad(
+            if isinstance(module, NORMS) and not needs_grad(
                 first_input
             ):  # what it follows is frozen, and may yet learn
                 return None
@@ -335,7 +324,7 @@ class Observation:
                 warnings.warn(
                     f"{self._names[module]!r} normalises several layers ({names}); they are observed before it, where "
                     "their importance may be hidden: give each a normalisation of its own",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
             if module in self._placed or (module not in self._layer_of and len(layers) == len(shown) == 1):
                 places[module] = layers
@@ -350,7 +339,7 @@ class Observation:
         """Whether all that the place computes goes through the run: no other call or hook takes it elsewhere."""
         calls = {self._calls[module] for module in (run.caller, run.place, run.modules[-1])}
         between = (run.place, *run.modules[:-1])
-        hooks = any(not isinstance(hook, _Idle) for module in between for hook in module._forward_hooks.values())
+        hooks = any(not isinstance(hook, Idle) for module in between for hook in module._forward_hooks.values())
         return (
             run.place not in self._placed
             and len(calls) == 1
@@ -398,10 +387,6 @@ class Observation:
 
 def _metadata(node: Node) -> dict[Any, Any]:
     return cast(dict[Any, Any], node.metadata)  # a dict, though the stubs say a method
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _has_parameters(module: nn.Module) -> bool:

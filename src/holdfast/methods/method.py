@@ -1,13 +1,19 @@
 """What all methods have in common: each is an optimizer around another optimizer."""
 
-from collections.abc import Iterable
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+
+from holdfast.persample import device_of
 
 _MEMORY = "holdfast"
 
@@ -15,8 +21,16 @@ _MEMORY = "holdfast"
 class Method(Optimizer):
     """An optimizer that wraps `optimizer` and shares its parameter groups, state and defaults.
 
-    `consolidate` and `penalty` are the places for methods that act at a task's end or through the loss; for all others
-    they do nothing, so that one training loop serves every method.
+    One training loop serves every method:
+
+        loss = criterion(model(x)[:, active], y) + method.penalty()
+        method.zero_grad()
+        loss.backward()
+        method.step()
+
+    and, when a task is finished, `method.consolidate(batches, active)`. A method says in `_update` what it makes of a
+    step, in `_penalty` what it adds to the loss, in `consolidate` what it does at a task's end, and in `_memory`,
+    `_check_memory` and `_remember` what it remembers. Where it says nothing, it is the wrapped optimizer.
     """
 
     wrapped: Optimizer
@@ -35,7 +49,19 @@ class Method(Optimizer):
             raise TypeError("torch.nn.DataParallel is not supported: use DistributedDataParallel")
         self.wrapped = optimizer
         self.model = bare(model)
+        if self._trained().isdisjoint(self.model.parameters()):
+            raise ValueError(
+                "the optimizer holds none of the model's parameters: build it from this model's parameters(), after "
+                "any step that replaces them"
+            )
+        # Weak, because a wrapper holds on to its process group.
+        self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._started = False
+        self._closed = False
+        self._penalty_taken = False
         self.__setstate__({})  # Optimizer's own preparations, less the parameter groups, which are the wrapped one's
+
+    # ---- an optimizer like the one inside ----
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -67,15 +93,62 @@ class Method(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.wrapped.zero_grad(set_to_none)
 
-    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
-        """Called when a task is finished, with its batches and its output nodes."""
+    def _trained(self) -> set[nn.Parameter]:
+        return {parameter for group in self.param_groups for parameter in group["params"]}
+
+    # ---- what a method does ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step along the gradients that have come in."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        name = type(self).__name__
+        if self._closed:
+            raise ValueError(f"this {name} is closed: build a new one, or go on with the optimizer that it wrapped")
+        if not self._started and all(parameter.grad is None for parameter in self._trained()):
+            raise ValueError(
+                "step() came before any backward(): there is no gradient to step along; call loss.backward() first"
+            )
+        if self._acts_through_loss and not self._penalty_taken:
+            raise ValueError(
+                f"the term of {name} is missing from the loss: loss = criterion(model(x), y) + optimizer.penalty()"
+            )
+        self._update()
+        self._started, self._penalty_taken = True, False
+        return loss
+
+    def _update(self) -> None:
+        self.wrapped.step()
 
     def penalty(self) -> Tensor:
-        """The term to add to the loss."""
-        return torch.zeros((), device=next(self.model.parameters()).device)
+        """The term to add to the loss; zero for methods that do not act through the loss."""
+        self._penalty_taken = True
+        return self._penalty()
+
+    def _penalty(self) -> Tensor:
+        return torch.zeros((), device=device_of(self.model))
+
+    @property
+    def _acts_through_loss(self) -> bool:
+        """Whether a step would now be wrong without `penalty` in the loss."""
+        return False
+
+    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
+        """Finish a task.
+
+        Args:
+            batches: the task's batches, as `(inputs, labels)`; labels count within the task.
+            active: the output nodes of the task, all of them if not given.
+        """
+
+    # ---- an end to it ----
 
     def close(self) -> None:
         """Take every hook off the model again."""
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +157,8 @@ class Method(Optimizer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, beside it, what the method itself remembers."""
@@ -128,3 +203,54 @@ def bare(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def number(name: str, value: float, *, above: float | None = None, least: float = 0, most: float = math.inf) -> float:
+    """`value` as a float, if it is a finite number above `above` (or at least `least`) and at most `most`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    enough = value >= least if above is None else value > above
+    if not enough or not value <= most or math.isinf(value):
+        lower = f"at least {least:g}" if above is None else f"above {above:g}"
+        upper = "" if math.isinf(most) else f" and at most {most:g}"
+        raise ValueError(f"{name} must be {lower}{upper}, got {value!r}")
+    return float(value)
+
+
+def whole(name: str, value: int | None) -> int | None:
+    """`value`, if it is a whole number of at least 1 or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> list[nn.Module]:
+    """The modules given as `argument`, if they are modules of this model."""
+    if isinstance(given, nn.Module):
+        given = [given]
+    inside = set(model.modules())
+    chosen: list[nn.Module] = []
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{argument} takes modules of the model, as in {argument}=[model.head]; got {module!r}")
+        if module not in inside:
+            raise ValueError(f"{argument} has a {type(module).__name__} that is not a module of this model: {module}")
+        chosen.append(module)
+    return chosen
+
+
+def check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if what a state_dict holds by name is not of the model that is here."""
+    for name in (*ours, *theirs):
+        shapes = [tuple(tensors[name].shape) if name in tensors else "nothing" for tensors in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"this state_dict is of another model: it has {shapes[0]} for {name!r}, this model has {shapes[1]}; "
+                "build the model and the method as they were then"
+            )

@@ -1,27 +1,25 @@
 """Neuron-level plasticity control: important neurons learn more slowly (Algorithm 1 of the paper)."""
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from holdfast.importance import moving_average
-from holdfast.methods.method import Method
+from holdfast.methods.method import several_processes
+from holdfast.methods.plastic import Plastic
 from holdfast.neurons import Layer, Spread, find_layers
 from holdfast.observation import Observation
 from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
 
 
-class NPC(Method):
+class NPC(Plastic):
     """Wraps an optimizer so that each neuron changes by its plasticity times what the optimizer alone would do.
 
     Args:
@@ -37,7 +35,7 @@ class NPC(Method):
             compiled with `fullgraph=True` before its first step.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> optimizer = NPC(model, SGD(model.parameters(), lr=0.1), free=[model[2]])
+    >>> optimizer = NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
     >>> loss = model(torch.randn(16, 4)).square().mean()
     >>> optimizer.zero_grad(); loss.backward(); optimizer.step()
     >>> {name: tuple(values.shape) for name, values in optimizer.importance.items()}
@@ -56,23 +54,16 @@ class NPC(Method):
         observe: Mapping[str, str] | None = None,
         sample: Any = None,
     ) -> None:
-        super().__init__(model, optimizer)
-        self.beta = _positive("beta", beta)
-        self.rate = _positive("rate", rate, most=1)
-        self.gain = _positive("gain", gain)
-        self._free = {p for module in _modules_of(self.model, free) for p in module.parameters()}
-        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
+        trained = self._trained()
         self._layers = find_layers(self.model, trained, self._free)
-        _check_layers(self.model, self._layers, trained)
+        _check_layers(self.model, self._layers)
         places = _places(self.model, self._layers, observe)
         self._observation = Observation(self.model, self._layers, trained - self._free, places)
         weakref.finalize(self, self._observation.close).atexit = False
-        if isinstance(model, DistributedDataParallel):
-            self._observation.wrapper = weakref.ref(model)
+        self._observation.wrapper = self._wrapper
         self._prepare_importance()
-        self._started = False
         self._unmeasured: set[str] = set()
-        self._closed = False
         if sample is not None:
             self._observation.rehearse(self.model, sample)
 
@@ -92,12 +83,6 @@ class NPC(Method):
         return dict(zip(self._names, self._split(self._importance), strict=True))
 
     @property
-    def plasticity(self) -> dict[str, Tensor]:
-        """The share of the learning rate that each neuron keeps, one value per neuron, by layer."""
-        shares = plasticity(self._importance, beta=self.beta, gain=self.gain)
-        return dict(zip(self._names, self._split(shares), strict=True))
-
-    @property
     def _names(self) -> list[str]:
         return [layer.name for layer in self._layers]
 
@@ -110,18 +95,8 @@ class NPC(Method):
         super().zero_grad(set_to_none)
         self._observation.discard()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step.
-
-        Around plain SGD this scales the gradients in place, as gradient clipping does.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._closed:
-            raise ValueError("this NPC is closed: build a new one, or go on with the optimizer that it wrapped")
+    def _update(self) -> None:
+        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step."""
         self._observation.settle()
         measured = self._observation.collect()
         if not self._started:
@@ -130,16 +105,10 @@ class NPC(Method):
             self._check_unmeasured(measured)
         row, moving = self._row(measured), self._moving()
         places = [(number, spread) for _, number, spread in moving]
-        if _is_plain_sgd(self.wrapped):
-            # Its change is proportional to the gradient: eq. 11 to the letter, and no copy is needed.
-            self._control(row, [p.grad for p, _, _ in moving if p.grad is not None], places, before=None)
-            self.wrapped.step()
-        else:
-            after = [p.detach() for p, _, _ in moving]
-            before = [p.clone() for p in after]
-            self.wrapped.step()
-            self._control(row, after, places, before)
-        return loss
+        self._limited_step(
+            [parameter for parameter, _, _ in moving],
+            lambda changing, before: self._control(row, changing, places, before),
+        )
 
     def _row(self, measured: list[Tensor | None]) -> Tensor:
         """The measurements of all layers one after another, of all processes together; 0 where there is none."""
@@ -180,24 +149,18 @@ class NPC(Method):
     # ---- the first step says what a user should know ----
 
     def _start(self, measured: list[Tensor | None]) -> None:
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
-            raise ValueError(
-                "step() came before any backward(): there is no gradient to step along, and no importance has been "
-                "measured; call loss.backward() first"
-            )
-        self._started = True
         self._unmeasured = self._learning_unmeasured(measured)  # the first warning names their parameters
         if uncontrolled := self._uncontrolled(measured):
             warnings.warn(
                 "these parameters belong to no neuron that was observed and train at the full rate: "
                 f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
-                stacklevel=5,
+                stacklevel=6,
             )
-        if self._observation.process_group is None and _several_processes():
+        if self._observation.process_group is None and several_processes():
             warnings.warn(
                 "several processes are running, but the model was not seen inside a DistributedDataParallel, so each "
                 "process measures importance alone; if they train one model, give NPC that wrapper as model",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _check_unmeasured(self, measured: list[Tensor | None]) -> None:
@@ -207,7 +170,7 @@ class NPC(Method):
                 "these layers have gradients but were not seen where their neurons are observed, so that their "
                 f"importance stays as it is: {', '.join(sorted(new))}; if the model computes in another way than in "
                 "its first step, build a new NPC and load this one's state_dict, or say where to look with observe=",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _learning_unmeasured(self, measured: list[Tensor | None]) -> set[str]:
@@ -227,29 +190,12 @@ class NPC(Method):
         trained = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
         return [name for name, p in self.model.named_parameters() if p in trained - controlled - self._free]
 
-    # ---- state ----
-
-    def _memory(self) -> dict[str, Any]:
-        importance = {name: values.clone() for name, values in self.importance.items()}
-        return {"beta": self.beta, "rate": self.rate, "gain": self.gain, "importance": importance}
-
-    def _check_memory(self, memory: dict[str, Any]) -> None:
-        theirs = {name: len(values) for name, values in memory["importance"].items()}
-        ours = {layer.name: layer.size for layer in self._layers}
-        for name in (*ours, *theirs):
-            if ours.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"this state_dict is of another model: it has {theirs.get(name, 'no')} neurons in {name!r}, this "
-                    f"model has {ours.get(name, 'none under control')}; build the model and `free` as they were then"
-                )
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        self.beta, self.rate, self.gain = memory["beta"], memory["rate"], memory["gain"]
-        self._importance = torch.cat([memory["importance"][name].to(self._importance) for name in self._names])
+    def _restore(self, importance: Mapping[str, Tensor]) -> None:
+        self._importance = torch.cat([importance[name].to(self._importance) for name in self._names])
 
     def close(self) -> None:
         self._observation.close()
-        self._closed = True
+        super().close()
 
 
 def control_(
@@ -290,39 +236,6 @@ def _fused() -> Callable[..., Tensor]:
     return torch.compile(control_)
 
 
-def _is_plain_sgd(optimizer: Optimizer) -> bool:
-    return type(optimizer) is SGD and not any(
-        group["momentum"] or group["weight_decay"] or group["maximize"] for group in optimizer.param_groups
-    )
-
-
-def _several_processes() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _positive(name: str, value: float, most: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value <= most or math.isinf(value):
-        limit = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ValueError(f"{name} must be above 0{limit}, got {value!r}")
-    return float(value)
-
-
-def _modules_of(model: nn.Module, free: Iterable[nn.Module]) -> list[nn.Module]:
-    if isinstance(free, nn.Module):
-        free = [free]
-    inside = set(model.modules())
-    chosen: list[nn.Module] = []
-    for module in free:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"free takes modules of the model, as in free=[model.head]; got {module!r}")
-        if module not in inside:
-            raise ValueError(f"free has a {type(module).__name__} that is not a module of this model: {module}")
-        chosen.append(module)
-    return chosen
-
-
 def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | None) -> dict[Layer, nn.Module]:
     modules, by_name = dict(model.named_modules()), {layer.name: layer for layer in layers}
     for layer_name, module_name in (observe or {}).items():
@@ -337,14 +250,9 @@ def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | 
     return {by_name[layer]: modules[module] for layer, module in (observe or {}).items()}
 
 
-def _check_layers(model: nn.Module, layers: list[Layer], trained: set[nn.Parameter]) -> None:
+def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
     if layers:
         return
-    if not any(parameter in trained for parameter in model.parameters()):
-        raise ValueError(
-            "the optimizer holds none of the model's parameters: build it from this model's parameters(), after any "
-            "step that replaces them"
-        )
     if find_layers(model, set(model.parameters()), free=()):
         raise ValueError(
             "no neuron is left to control: the optimizer holds no weight or bias of a Linear, Conv or ConvTranspose "

@@ -1,0 +1,215 @@
+"""The pull toward old values that EWC, MAS, SI and SSL share.
+
+For any number of finished tasks k with importances W_k and final values theta_k,
+
+    sum_k W_k (theta - theta_k)^2  =  A (theta - M)^2 + constant,   A = sum_k W_k,   M = sum_k W_k theta_k / A,
+
+so two tensors per parameter, the importance A and the anchor M, hold all of it.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.methods.method import Method, check_shapes, number, several_processes
+from holdfast.persample import output_nodes, precise
+
+Form = Literal["proximal", "loss"]
+
+
+def remember(importance: Tensor, anchor: Tensor, newest: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The importance and the anchor with one more task: its importance `newest`, and the `value` it ended with.
+
+    >>> remember(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 5.0]), torch.tensor([3.0, 0.0]), torch.tensor([4.0, 4.0]))
+    (tensor([4., 0.]), tensor([3.5000, 5.0000]))
+    """
+    total = importance + newest
+    weight = torch.where(total > 0, newest / total, 0)
+    return total, torch.lerp(anchor, value, weight)
+
+
+def pull_(
+    values: Sequence[Tensor], importance: Sequence[Tensor], anchor: Sequence[Tensor], stiffness: float | Tensor
+) -> None:
+    """In place, the proximal step of A (theta - M)^2: theta <- (theta + s A M) / (1 + s A), stiffness s = 2 lr lambda.
+
+    It lies between theta and M for every s >= 0, so it cannot diverge.
+
+    >>> theta = torch.tensor([1.0, 1.0, 1.0])
+    >>> pull_([theta], [torch.tensor([0.0, 1.0, 1e38])], [torch.zeros(3)], stiffness=3.0)
+    >>> theta
+    tensor([1.0000, 0.2500, 0.0000])
+    """
+    share = torch._foreach_mul(list(importance), stiffness)  # the share s A / (1 + s A) of the way, also if s A is
+    torch._foreach_reciprocal_(share)  # infinite: 1 / (1 + 1 / (s A))
+    torch._foreach_add_(share, 1)
+    torch._foreach_reciprocal_(share)
+    exact = [value.to(to.dtype) for value, to in zip(values, anchor, strict=True)]
+    torch._foreach_lerp_(exact, list(anchor), share)
+    for value, moved in zip(values, exact, strict=True):
+        if moved is not value:  # of lower precision than its anchor
+            value.copy_(moved)
+
+
+class Anchored(Method):
+    """Holds each parameter to its old values, as strongly as it was important. Subclasses say how important it was."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, strength: float, penalty: Form) -> None:
+        super().__init__(model, optimizer)
+        self.strength = number("strength", strength)
+        if penalty not in get_args(Form):
+            raise ValueError(f'penalty must be "proximal" or "loss", got {penalty!r}')
+        self.form: Form = penalty
+        self._importance: dict[str, Tensor] = {}
+        self._anchor: dict[str, Tensor] = {}
+        self._names: dict[nn.Parameter, str] = {}
+        self._name_parameters()
+
+    def _name_parameters(self) -> None:
+        trained = self._trained()
+        self._names = {p: name for name, p in self.model.named_parameters() if p in trained}
+
+    @property
+    def importance(self) -> dict[str, Tensor]:
+        """How important each parameter is to the tasks so far, by name."""
+        return dict(self._importance)
+
+    @property
+    def anchor(self) -> dict[str, Tensor]:
+        """The values toward which the parameters are pulled, by name."""
+        return dict(self._anchor)
+
+    # ---- the end of a task ----
+
+    @torch.no_grad()
+    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
+        self._name_parameters()
+        newest = self._measure(batches, output_nodes(active))
+        for name, importance in newest.items():
+            check_finite(name, importance)
+        for parameter, name in self._names.items():
+            if name in newest:
+                value = parameter.to(precise(parameter.dtype), copy=True)
+                old = self._memory_of(parameter) or (torch.zeros_like(value), value)
+                self._importance[name], self._anchor[name] = remember(*old, newest[name], value)
+
+    def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
+        """The importance of each parameter to the finished task, by name."""
+        raise NotImplementedError
+
+    def _learning(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for parameter, name in self._names.items() if parameter.requires_grad}
+
+    def _mean(self, sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+        """Sums over samples, of all processes together, as means."""
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None:
+            device = next(iter(sums.values())).device
+            counted = torch.tensor(count, dtype=torch.float64, device=device)
+            for values in (*sums.values(), counted):
+                dist.all_reduce(values, group=wrapper.process_group)
+            count = int(counted)
+        elif several_processes():
+            warnings.warn(
+                "several processes are running, but the model was not given inside a DistributedDataParallel, so each "
+                f"process consolidates alone; if they train one model, give {type(self).__name__} that wrapper",
+                stacklevel=5,
+            )
+        if count == 0:
+            raise ValueError("consolidate() was given no samples: it needs the batches of the task that is finished")
+        return {name: values / count for name, values in sums.items()}
+
+    # ---- the pull ----
+
+    def _update(self) -> None:
+        self.wrapped.step()
+        self._pull()
+
+    def _pull(self) -> None:
+        if self.form == "loss" or not self._anchor:
+            return
+        for group in self.param_groups:
+            held = [(p, *memory) for p in group["params"] if p.grad is not None and (memory := self._memory_of(p))]
+            if held:
+                values, importance, anchor = zip(*held, strict=True)
+                pull_(values, importance, anchor, 2 * self.strength * group["lr"])
+
+    def _memory_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
+        """The importance and the anchor of a parameter, on its device."""
+        name = self._names.get(parameter)
+        if name is None or name not in self._anchor:
+            return None
+        for memory in (self._importance, self._anchor):
+            if memory[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{name!r} had shape {tuple(memory[name].shape)} when it was consolidated and has "
+                    f"{tuple(parameter.shape)} now: add new outputs as a new parameter"
+                )
+            memory[name] = memory[name].to(parameter.device)
+        return self._importance[name], self._anchor[name]
+
+    # ---- the textbook's form ----
+
+    @property
+    def _acts_through_loss(self) -> bool:
+        return self.form == "loss" and bool(self._anchor)
+
+    def _penalty(self) -> Tensor:
+        """The sum over all finished tasks in the loss, up to a constant: strength * sum of A (theta - M)^2."""
+        total = super()._penalty()
+        if self.form == "loss":
+            for parameter in self._names:
+                if memory := self._memory_of(parameter):
+                    importance, anchor = memory
+                    total = total + self.strength * (importance * (parameter - anchor).square()).sum()
+            if not total.isfinite():
+                raise FloatingPointError(self._diverged())
+        return total
+
+    def _diverged(self) -> str:
+        stiffest = max(
+            (2 * self.strength * float(group["lr"]) * float(memory[0].max()), self._names[p])
+            for group in self.param_groups
+            for p in group["params"]
+            if (memory := self._memory_of(p))
+        )
+        return (
+            f"{type(self).__name__} has diverged with its penalty in the loss: 2 * lr * strength * importance is "
+            f"{stiffest[0]:.3g} in {stiffest[1]!r}, and above 2 every step overshoots; use "
+            'penalty="proximal", which is stable at any strength, or a smaller strength or learning rate'
+        )
+
+    # ---- state ----
+
+    def _memory(self) -> dict[str, Any]:
+        copies = [{name: value.clone() for name, value in each.items()} for each in (self._importance, self._anchor)]
+        return {"strength": self.strength, "penalty": self.form, "importance": copies[0], "anchor": copies[1]}
+
+    def _check_memory(self, memory: dict[str, Any]) -> None:
+        ours = {name: p for p, name in self._names.items() if name in memory["anchor"]}
+        check_shapes(memory["anchor"], ours)
+
+    def _remember(self, memory: dict[str, Any]) -> None:
+        self.strength, self.form = memory["strength"], memory["penalty"]
+        self._importance = self._restored(memory["importance"])
+        self._anchor = self._restored(memory["anchor"])
+
+    def _restored(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: memory[name].to(p.device, precise(p.dtype), copy=True)
+            for p, name in self._names.items()
+            if name in memory
+        }
+
+
+def check_finite(name: str, importance: Tensor) -> None:
+    if not importance.isfinite().all():
+        raise ValueError(
+            f"the importance of {name!r} is not finite, so nothing was consolidated: look at the loss and the "
+            "parameters, which may have diverged"
+        )

@@ -1,0 +1,92 @@
+"""Connection-level plasticity control: the rule of NPC on single connections, the paper's own control experiment."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.methods.plastic import Plastic
+from holdfast.persample import precise
+from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
+
+
+def connection_average(importance: Tensor, value: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """Eq. 2 to 4 for connections: |w dL/dw| over its mean in the parameter, as a moving average.
+
+    A parameter without a usable measurement (all zero, or not finite) keeps the importance it had.
+
+    >>> connection_average(torch.zeros(2), torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0]), rate=0.5)
+    tensor([0.2500, 0.7500])
+    """
+    measured = (value.to(importance) * gradient.to(importance)).abs()
+    mean = measured.mean()
+    average = torch.lerp(importance, measured / mean, rate)
+    return torch.where((mean > 0) & (mean < torch.inf), average, importance)
+
+
+class CPC(Plastic):
+    """Wraps an optimizer so that each connection changes by its plasticity times what the optimizer alone would do.
+
+    Args:
+        model: the model in training.
+        optimizer: an optimizer of its parameters. Its learning rate is that of a fully plastic connection.
+        beta: the importance from which a connection is frozen; the mean importance in a parameter is 1.
+        rate: the weight of the newest measurement in the moving average of importance.
+        gain: the slope of plasticity in importance.
+        free: modules that keep the full learning rate, the task heads above all.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> optimizer = CPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
+    >>> model(torch.randn(16, 4)).square().mean().backward(); optimizer.step()
+    >>> {name: tuple(values.shape) for name, values in optimizer.importance.items()}
+    {'0.weight': (8, 4), '0.bias': (8,)}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        beta: float = 0.7,
+        rate: float = 5e-4,
+        gain: float = 1.0,
+        free: Iterable[nn.Module] = (),
+    ) -> None:
+        super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
+        controlled = self._trained() - self._free
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p in controlled}
+        if not self._parameters:
+            raise ValueError("no connection is left to control: all parameters of the optimizer are in free=")
+        self._importance = {
+            name: torch.zeros_like(p, dtype=precise(p.dtype), requires_grad=False)
+            for name, p in self._parameters.items()
+        }
+
+    @property
+    def importance(self) -> dict[str, Tensor]:
+        """The moving average of importance, one value per connection, by parameter."""
+        return dict(self._importance)
+
+    def _update(self) -> None:
+        moving, shares = [], []
+        for name, p in self._parameters.items():
+            if p.grad is not None:
+                old = self._importance[name].to(p.device)
+                self._importance[name] = connection_average(old, p.detach(), p.grad, self.rate)
+                moving.append(p)
+                shares.append(plasticity(self._importance[name], beta=self.beta, gain=self.gain))
+
+        def limit(changing: list[Tensor], before: list[Tensor] | None) -> None:
+            for i, tensor in enumerate(changing):
+                share = shares[i].to(tensor.dtype)
+                plastic = plastic_bits(share, tensor.dtype)
+                if before is None:
+                    scale_(tensor, share, plastic)
+                else:
+                    hold_back_(tensor, before[i], share, plastic)
+
+        self._limited_step(moving, limit)
+
+    def _restore(self, importance: Mapping[str, Tensor]) -> None:
+        self._importance = {name: importance[name].to(old, copy=True) for name, old in self._importance.items()}
