@@ -2,10 +2,13 @@
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+import holdfast
 
 
 def gradient_at(model: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +57,10 @@ def mlp(inputs: int = 4, width: int = 6, outputs: int = 3) -> nn.Sequential:
 def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[Tensor]) -> None:
     for x in batches:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        if isinstance(optimizer, holdfast.methods.Method):
+            loss = loss + optimizer.penalty()
+        loss.backward()
         optimizer.step()
 
 
@@ -66,3 +72,22 @@ def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
+
+
+def memory_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """All tensors that a method remembers, beside what the wrapped optimizer does."""
+    found: dict[str, Tensor] = {}
+
+    def look(place: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[place] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                look(f"{place}/{key}", inner)
+
+    look("", optimizer.state_dict()["holdfast"])
+    return found
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())

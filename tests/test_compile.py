@@ -1,6 +1,7 @@
 """NPC with torch.compile."""
 
 import copy
+import inspect
 import shutil
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from helpers import Block, assert_same_bits, mlp, parameters_of, train
-from holdfast.methods import npc
+from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.methods import METHODS, npc
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
 
@@ -140,3 +141,23 @@ def test_whether_the_model_runs_compiled_is_known() -> None:
     assert optimizer._observation.compiled
     train(model, optimizer, [x])
     assert not optimizer._observation.compiled
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_in_one_graph(name: str) -> None:
+    """Two tasks with the model compiled, and the same without; the term in the loss is outside the graph."""
+    results = []
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        model = mlp(width=16)
+        tasks = [[(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(3)] for _ in range(2)]
+        takes_sample = "sample" in inspect.signature(METHODS[name]).parameters
+        knobs = {"sample": tasks[0][0][0]} if takes_sample else {}
+        optimizer = METHODS[name](model, torch.optim.SGD(model.parameters(), lr=0.1), **knobs)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        for batches in tasks:
+            train(run, optimizer, [x for x, _ in batches])
+            optimizer.consolidate(batches, active=[0, 1])
+        results.append(parameters_of(model) | memory_of(optimizer))
+    for key, value in results[0].items():
+        torch.testing.assert_close(value, results[1][key], rtol=1e-4, atol=1e-5)

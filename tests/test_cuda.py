@@ -1,6 +1,7 @@
-"""NPC on a GPU: skipped where there is none."""
+"""On a GPU: skipped where there is none."""
 
 import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
-from helpers import Block, assert_same_bits, mlp, parameters_of, train
+from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.methods import METHODS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -103,3 +105,59 @@ def test_the_same_bits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bits(*results)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def two_tasks(name: str, device: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = mlp(width=16).double().to(device)
+    tasks = [[(torch.randn(6, 4, dtype=torch.float64), torch.randint(2, (6,))) for _ in range(4)] for _ in range(2)]
+    optimizer = METHODS[name](model, AdamW(model.parameters(), lr=0.01))
+    for batches in tasks:
+        train(model, optimizer, [x.to(device) for x, _ in batches])
+        optimizer.consolidate(batches, active=[0, 1])  # from the host: it is moved to where the model is
+    train(model, optimizer, [x.to(device) for x, _ in tasks[0]])
+    return {key: value.cpu() for key, value in (parameters_of(model) | memory_of(optimizer)).items()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_does_the_same_as_on_the_cpu(name: str) -> None:
+    here, there = two_tasks(name, "cpu"), two_tasks(name, "cuda")
+    assert here.keys() == there.keys()
+    for key, value in here.items():
+        torch.testing.assert_close(there[key], value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_waits_for_the_gpu_in_a_step(name: str) -> None:
+    model = mlp().cuda()
+    optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.01))
+    batches = [(torch.randn(8, 4, device="cuda"), torch.randint(2, (8,), device="cuda")) for _ in range(2)]
+    x = batches[0][0]
+    train(model, optimizer, [x, x])
+    optimizer.consolidate(batches, active=[0, 1])
+    train(model, optimizer, [x, x])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(model, optimizer, [x])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_saved_on_the_gpu_goes_on_there(name: str) -> None:
+    model = mlp().cuda()
+    optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.01))
+    batches = [(torch.randn(8, 4, device="cuda"), torch.randint(2, (8,), device="cuda"))]
+    train(model, optimizer, [batches[0][0]])
+    optimizer.consolidate(batches, active=[0, 1])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    twin = copy.deepcopy(model)
+    again = METHODS[name](twin, SGD(twin.parameters(), lr=0.01))
+    if name == "joint":
+        again.consolidate(batches, active=[0, 1])
+    again.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+    for each, method in ((model, optimizer), (twin, again)):
+        train(each, method, [batches[0][0]] * 2)
+    assert_same_bits(parameters_of(model), parameters_of(twin))

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import holdfast
-from helpers import train
+from helpers import memory_of, train
+from holdfast.methods import METHODS
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
 
@@ -69,12 +70,52 @@ def test_halves_of_a_batch_on_two_processes(given: str) -> None:
                 torch.testing.assert_close(result[part][name], value, rtol=1e-10, atol=1e-12)
 
 
+def two_tasks(name: str, wrap: bool, share: slice) -> dict[str, Any]:
+    """What a method makes of a model, and remembers, when it learns from this share of every batch."""
+    inner = build()
+    model = DistributedDataParallel(inner) if wrap else inner
+    knobs = {"free": [inner[5]]} if name in ("npc", "cpc") else {}
+    optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.1), **knobs)
+    torch.manual_seed(5)
+    for _ in range(2):
+        batches = [(x[share], torch.randint(2, (BATCH,))[share]) for x in data()]
+        train(model, optimizer, [x for x, _ in batches])
+        optimizer.consolidate(batches[:1], active=[0, 1])
+        train(model, optimizer, [x for x, _ in batches[1:]])
+    return {**inner.state_dict(), **memory_of(optimizer)}
+
+
+def worker_of_all_methods(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    half = BATCH // 2
+    share = slice(rank * half, (rank + 1) * half)
+    torch.save({name: two_tasks(name, True, share) for name in METHODS}, Path(folder) / f"{rank}.pt")
+    leave()
+
+
+def test_every_method_on_two_processes() -> None:
+    expected = {name: two_tasks(name, False, slice(None)) for name in METHODS}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker_of_all_methods, args=(folder,), nprocs=2)
+        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for result in results:
+        for name in METHODS:
+            assert result[name].keys() == expected[name].keys()
+            for key, value in expected[name].items():
+                torch.testing.assert_close(result[name][key], value, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+
+
 def lonely_worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     model = build()
     optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match="each process measures importance alone"):
         train(model, optimizer, data()[:1])
+    mas = holdfast.MAS(model, SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="each process consolidates alone.*give MAS that wrapper") as caught:
+        mas.consolidate(data()[:1])
+    assert caught[0].filename == __file__
     leave()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """From a sample's active outputs and its label to one or several values, as a vector."""
@@ -181,7 +182,8 @@ class _Question:
     def of_many(self, batch: Batch) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in self.parameters.items()}
         each = vmap(self._of_one, in_dims=(None, 0, 0, 0), randomness="different")
-        found = each(values, batch.inputs, batch.keywords, batch.labels_or_zeros)
+        with sdpa_kernel(SDPBackend.MATH):  # the one kernel of attention that vmap knows
+            found = each(values, batch.inputs, batch.keywords, batch.labels_or_zeros)
         return {name: answers.sum(0, dtype=precise(answers.dtype)) for name, answers in found.items()}
 
     def _of_one(self, values: dict[str, Tensor], inputs: Any, keywords: Any, label: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,140 @@
+"""LwF: the old answers, worked out by hand and with a copy of the model."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import holdfast
+from helpers import assert_same_bits, mlp, parameters_of, train
+from holdfast.methods.lwf import distillation
+
+
+def test_distillation_by_hand() -> None:
+    """T = 2 and outputs 2 log 3, 0: softened probabilities 3/4 and 1/4, against 1/2 and 1/2."""
+    old, new = torch.tensor([[2 * math.log(3), 0.0]]), torch.zeros(1, 2)
+    expected = 4 * (0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5))
+    assert distillation(new, old, 2.0).item() == pytest.approx(expected)
+    twice = distillation(torch.cat([new, old]), torch.cat([old, old]), 2.0)  # a second sample that agrees
+    assert twice.item() == pytest.approx(expected / 2)
+
+
+def lwf(model: nn.Module, **knobs) -> holdfast.LwF:
+    return holdfast.LwF(model, SGD(model.parameters(), lr=0.1), **knobs)
+
+
+def old_answers_term(new: Tensor, old: Tensor, heads: list[list[int]]) -> Tensor:
+    total = torch.zeros(())
+    for head in heads:
+        p, q = (old[:, head] / 2).softmax(1), (new[:, head] / 2).softmax(1)
+        total = total + 4 * (p * (p.log() - q.log())).sum(1).mean()
+    return total
+
+
+def test_each_earlier_head_is_held_to_the_model_before_the_task() -> None:
+    model = mlp(outputs=6)
+    optimizer = lwf(model, weight=3.0)
+    heads: list[list[int]] = []
+    for active in ([0, 1], [2, 3], [4, 5]):
+        before = copy.deepcopy(model)
+        for _ in range(3):
+            x = torch.randn(8, 4)
+            new = model(x)
+            term = optimizer.penalty()
+            torch.testing.assert_close(term, 3 * old_answers_term(new, before(x), heads), atol=1e-6, rtol=1e-5)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(new[:, active], torch.randint(2, (8,))) + term).backward()
+            optimizer.step()
+        assert term.item() > 0 or not heads
+        optimizer.consolidate([], active)
+        heads.append(active)
+
+
+def test_its_gradient_is_that_of_the_new_answers_alone() -> None:
+    model = mlp()
+    optimizer = lwf(model)
+    train(model, optimizer, [torch.randn(8, 4)])
+    old = copy.deepcopy(model)
+    optimizer.consolidate([])
+    train(model, optimizer, [torch.randn(8, 4)])
+    x = torch.randn(8, 4)
+    expected = torch.autograd.grad(old_answers_term(model(x), old(x).detach(), [[0, 1, 2]]), list(model.parameters()))
+    optimizer.zero_grad()
+    model(x)
+    optimizer.penalty().backward()
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, atol=1e-7, rtol=1e-4)
+
+
+def test_the_copy_answers_without_dropout_and_never_learns() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+    optimizer = lwf(model)
+    train(model, optimizer, [torch.randn(8, 4)])
+    optimizer.consolidate([])
+    assert optimizer._teacher is not None
+    held, x = parameters_of(optimizer._teacher), torch.randn(8, 4)
+    assert torch.equal(optimizer._teacher(x), optimizer._teacher(x))
+    train(model, optimizer, [x] * 5)
+    assert_same_bits(parameters_of(optimizer._teacher), held)
+    assert all(p.grad is None for p in optimizer._teacher.parameters())
+
+
+def test_tasks_that_share_a_head_count_it_once() -> None:
+    model, x = mlp(), torch.randn(8, 4)
+    terms = []
+    for tasks in (1, 3):
+        twin = copy.deepcopy(model)
+        optimizer = lwf(twin)
+        for _ in range(tasks):
+            optimizer.consolidate([], active=[0, 1])
+        with torch.no_grad():
+            twin[0].weight.mul_(2)
+        twin(x)
+        terms.append(optimizer.penalty().item())
+    assert terms[0] == terms[1] > 0
+
+
+def test_the_inputs_are_those_of_the_models_own_forward() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+            return self.head(x + shift)
+
+    model, x, shift = Two(), torch.randn(8, 4), torch.randn(8, 4)
+    optimizer = lwf(model)
+    optimizer.consolidate([])
+    old = copy.deepcopy(model)
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    new = model(x, shift=shift)
+    with torch.no_grad():
+        model(torch.randn(8, 4), shift=shift)  # an evaluation in between
+    term = optimizer.penalty()
+    torch.testing.assert_close(term, old_answers_term(new, old(x, shift=shift), [[0, 1, 2]]))
+
+
+def test_a_penalty_without_a_forward_is_refused() -> None:
+    optimizer = lwf(mlp())
+    assert optimizer.penalty().item() == 0
+    optimizer.consolidate([])
+    with pytest.raises(ValueError, match=r"penalty\(\) needs a forward before it"):
+        optimizer.penalty()
+
+
+def test_a_model_that_returns_no_tensor() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(x)}
+
+    model = Named(4, 3)
+    optimizer = lwf(model)
+    optimizer.consolidate([])
+    model(torch.randn(2, 4))
+    with pytest.raises(TypeError, match="must return one tensor of outputs, it returns a dict"):
+        optimizer.penalty()

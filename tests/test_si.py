@@ -1,0 +1,95 @@
+"""SI against its definition in plain loops, and against the integral it stands for."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+import holdfast
+from helpers import mlp, parameters_of
+from holdfast.methods.anchor import Form
+
+STRENGTH, XI = 0.3, 0.01
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def bare_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(loss_of(model, x, y), list(model.parameters()))
+    return dict(zip(dict(model.named_parameters()), gradients, strict=True))
+
+
+@pytest.mark.parametrize("form", ["proximal", "loss"])
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_as_defined_with_the_gradient_of_the_bare_loss(form: Form, optimizer: type[torch.optim.Optimizer]) -> None:
+    model = mlp().double()
+    method = holdfast.SI(model, optimizer(model.parameters(), lr=0.05), strength=STRENGTH, xi=XI, penalty=form)
+    big = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}
+    for _ in range(3):
+        x, y = torch.randn(16, 4, dtype=torch.float64), torch.randint(3, (16,))
+        small = {name: torch.zeros_like(p) for name, p in big.items()}
+        start = parameters_of(model)
+        for _ in range(6):
+            gradients, before = bare_gradients(model, x, y), parameters_of(model)
+            method.zero_grad()
+            (loss_of(model, x, y) + method.penalty()).backward()
+            method.step()
+            for name, after in parameters_of(model).items():
+                small[name] -= gradients[name] * (after - before[name])
+        for name, after in parameters_of(model).items():
+            big[name] = torch.relu(big[name] + small[name] / ((after - start[name]) ** 2 + XI))
+        method.consolidate([(x, y)])
+        for name, value in method.importance.items():
+            torch.testing.assert_close(value, big[name], rtol=1e-8, atol=1e-12)
+            assert torch.equal(method.anchor[name], parameters_of(model)[name])  # the last task's end only
+
+
+def test_the_path_adds_up_to_the_fall_of_the_loss() -> None:
+    """In small steps, the sum over all parameters of -g * change is how much the loss has fallen."""
+    model = mlp().double()
+    method = holdfast.SI(model, SGD(model.parameters(), lr=1e-3))
+    x, y = torch.randn(32, 4, dtype=torch.float64), torch.randint(3, (32,))
+    first = loss_of(model, x, y).item()
+    for _ in range(300):
+        method.zero_grad()
+        loss_of(model, x, y).backward()
+        method.step()
+    path = sum(value.sum().item() for value in method.state_dict()["holdfast"]["path"].values())
+    assert path == pytest.approx(first - loss_of(model, x, y).item(), rel=0.01)
+
+
+def test_maximizing_is_the_same_as_minimizing_the_opposite() -> None:
+    found = []
+    for maximize in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        method = holdfast.SI(model, SGD(model.parameters(), lr=0.1, maximize=maximize))
+        x, y = torch.randn(16, 4), torch.randint(3, (16,))
+        for _ in range(5):
+            method.zero_grad()
+            (loss_of(model, x, y) * (-1 if maximize else 1)).backward()
+            method.step()
+        method.consolidate([])
+        found.append(method.importance)
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name])
+        assert value.sum() > 0
+
+
+def test_a_task_that_was_not_learnt_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"consolidate\(\) came before any step\(\)"):
+        holdfast.SI(model, SGD(model.parameters(), lr=0.1)).consolidate([])
+
+
+def test_loaded_weights_are_not_a_path() -> None:
+    """What changes the model before its first step is no part of the first task."""
+    model, other = mlp(), mlp()
+    method = holdfast.SI(model, SGD(model.parameters(), lr=0.1))
+    model.load_state_dict(other.state_dict())
+    loss_of(model, torch.randn(4, 4), torch.randint(3, (4,))).backward()
+    method.step()
+    for name, value in method.anchor.items():
+        assert torch.equal(value, other.state_dict()[name])

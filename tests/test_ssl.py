@@ -1,0 +1,172 @@
+"""SSL's term in the loss and its importance of neurons, in plain loops."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import holdfast
+from helpers import Block, mlp
+from holdfast.methods.ssl import crowding
+
+
+def double_loop(neurons: Tensor, importance: Tensor) -> float:
+    samples, width = neurons.shape
+    sigma = width / 6
+    total = 0.0
+    for i in range(width):
+        for j in range(width):
+            if i != j:
+                near = math.exp(-((i - j) ** 2) / (2 * sigma**2))
+                fresh = math.exp(-(importance[i] + importance[j]))
+                together = sum((neurons[m, i] * neurons[m, j]).item() for m in range(samples)) / samples
+                total += near * fresh * together
+    return total
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 1000))
+def test_crowding_is_the_double_sum(samples: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    neurons, importance = torch.rand(samples, width, dtype=torch.float64), torch.rand(width, dtype=torch.float64)
+    assert crowding(neurons, importance).item() == pytest.approx(double_loop(neurons, importance), rel=1e-6)
+
+
+def ssl(model: nn.Module, **knobs) -> holdfast.SSL:
+    return holdfast.SSL(model, SGD(model.parameters(), lr=0.1), **{"sparsity": 0.5, **knobs})
+
+
+class Conv(nn.Module):
+    """Two kinds of layers with one and the same activation module, a normalisation between, and functional pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.InstanceNorm2d(4)
+        self.hidden = nn.Linear(4, 5)
+
+    def activations(self, x: Tensor) -> dict[str, Tensor]:
+        conv = torch.relu(self.norm(self.conv(x)))
+        return {"conv": conv, "hidden": torch.relu(self.hidden(conv.mean((2, 3))))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.conv(x)))
+        return self.head(self.relu(self.hidden(x.mean((2, 3)))))
+
+
+def test_the_term_is_summed_over_hidden_layers_and_positions_are_averaged() -> None:
+    model = Conv().double()
+    optimizer = ssl(model)
+    x = torch.randn(6, 1, 6, 6, dtype=torch.float64)
+    expected = 0.0
+    for activation in model.activations(x).values():
+        neurons = activation.mean((2, 3)) if activation.dim() == 4 else activation
+        expected += double_loop(neurons, torch.zeros(neurons.shape[1]))
+    model(x)
+    assert optimizer.penalty().item() == pytest.approx(0.5 * expected, rel=1e-6)  # the head is no hidden layer
+
+
+def test_the_term_is_learnt_from() -> None:
+    """Alone in the loss, it makes neurons that are active together rarer."""
+    model = mlp(width=20)
+    optimizer = ssl(model, sparsity=0.1)
+    x = torch.randn(64, 4)
+    terms = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        model(x)
+        term = optimizer.penalty()
+        term.backward()
+        optimizer.step()
+        terms.append(term.item())
+    assert terms[-1] < 0.2 * terms[0]
+
+
+def test_importance_of_neurons_sums_over_tasks_and_lowers_the_term() -> None:
+    model = Conv().double()
+    optimizer = ssl(model)
+    expected = {"conv": torch.zeros(4, dtype=torch.float64), "hidden": torch.zeros(5, dtype=torch.float64)}
+    for active in ([0, 1], [2]):
+        batches = [(torch.randn(n, 1, 6, 6, dtype=torch.float64), torch.zeros(n)) for n in (3, 2)]
+        for x in torch.cat([inputs for inputs, _ in batches]):
+            for name in expected:
+                expected[name] += shift_slope(model, x[None], name, active).abs() / 5
+        optimizer.consolidate(batches, active)
+    for name, value in optimizer.neurons.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-10)
+    x = torch.randn(4, 1, 6, 6, dtype=torch.float64)
+    acts = model.activations(x)
+    model(x)
+    term = double_loop(acts["conv"].mean((2, 3)), expected["conv"]) + double_loop(acts["hidden"], expected["hidden"])
+    assert optimizer.penalty().item() == pytest.approx(0.5 * term, rel=1e-6)
+
+
+def shift_slope(model: Conv, x: Tensor, name: str, active: list[int]) -> Tensor:
+    """By finite differences: how ||f||^2 changes when a neuron is shifted at all its positions."""
+    slopes = []
+    for i in range(4 if name == "conv" else 5):
+        values = []
+        for shift in (1e-6, -1e-6):
+            with torch.no_grad():
+                conv = torch.relu(model.norm(model.conv(x)))
+                if name == "conv":
+                    conv[:, i] += shift
+                hidden = torch.relu(model.hidden(conv.mean((2, 3))))
+                if name == "hidden":
+                    hidden[:, i] += shift
+                values.append(model.head(hidden)[:, active].square().sum())
+        slopes.append((values[0] - values[1]) / 2e-6)
+    return torch.stack(slopes)
+
+
+def test_it_pulls_as_mas_does() -> None:
+    model = mlp()
+    batches = [(torch.randn(5, 4), torch.zeros(5))]
+    ours, mas = ssl(model), holdfast.MAS(model, SGD(model.parameters(), lr=0.1))
+    for method in (ours, mas):
+        method.consolidate(batches, [0, 1])
+    for name, value in ours.importance.items():
+        torch.testing.assert_close(value, mas.importance[name])
+
+
+def test_batches_may_be_a_generator() -> None:
+    model = mlp()
+    batches = [(torch.randn(5, 4), torch.zeros(5)) for _ in range(3)]
+    once, again = ssl(model), ssl(model)
+    once.consolidate(batch for batch in batches)
+    again.consolidate(batches)
+    for name, value in once.neurons.items():
+        torch.testing.assert_close(value, again.neurons[name])
+
+
+def test_without_sparsity_it_is_mas() -> None:
+    model = Block()  # whose activations are functional, so none is seen
+    optimizer = ssl(model, sparsity=0.0)
+    model(torch.randn(2, 2, 8, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.penalty().item() == 0
+
+
+def test_a_model_without_activation_modules_is_named_and_helped() -> None:
+    model = Block()
+    x = torch.randn(4, 2, 8, 8)
+    optimizer = ssl(model)
+    model(x)
+    with pytest.raises(ValueError, match=r"SSL saw no hidden activations.*observe="):
+        optimizer.penalty()
+    optimizer.close()
+    observed = ssl(model, observe=[model.norm])
+    model(x)
+    assert observed.penalty().item() != 0
+    with pytest.raises(ValueError, match="SSL saw no hidden activations"):
+        observed.penalty()  # a second time without a forward
+    with pytest.raises(
+        TypeError, match=r"observe takes modules of the model, as in observe=\[model.head\]; got 'norm'"
+    ):
+        ssl(model, observe=["norm"])
