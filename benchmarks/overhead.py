@@ -13,8 +13,6 @@ that of the GPU, taken while the host is far ahead. The output is a Markdown tab
 import argparse
 import copy
 import gc
-import os
-import platform
 import random
 import statistics
 import time
@@ -31,6 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
 from holdfast.models import mlp, paper_cnn
+from machine import hardware, synchronize
 
 
 class Encoder(nn.Module):
@@ -111,11 +110,6 @@ def tensors_alive() -> dict[int, int]:
     gc.collect()
     storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def clock_time(trainer: Trainer, settings: Settings) -> float:
@@ -203,18 +197,6 @@ def ratios(seconds: dict[str, list[float]]) -> list[str]:
     return [f"{1e3 * bare:.2f}", f"**{npc / bare:.3f}**", f"{again / bare:.3f}"]
 
 
-def hardware(settings: Settings) -> str:
-    if settings.device == "cuda":
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{model}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-
-
 def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,8 +216,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
 
     way = "compiled" if settings.compiled else "eager"
-    print(f"{hardware(settings)}; torch {torch.__version__}; batch {settings.batch}, {settings.precision}, {way}; "
-          f"{settings.rounds} rounds of {settings.block} steps\n")  # fmt: skip
+    print(f"{hardware(settings.device)}; torch {torch.__version__}; batch {settings.batch}, {settings.precision}, "
+          f"{way}; {settings.rounds} rounds of {settings.block} steps\n")  # fmt: skip
     times = ["bare step, ms", "NPC / bare", "bare / bare"]
     columns = ["model", *times, *([f"GPU: {column}" for column in times] if settings.device == "cuda" else [])]
     columns += ["bytes per neuron", "peak, MiB", "added by NPC, MiB"]

@@ -100,7 +100,7 @@ def test_as_a_loop_over_single_samples(
     model = make().double()
     batch = batch_for(shape, size, 5 if active is None else 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(persample._CHUNK_BYTES, "cpu", chunk_bytes)
+        patch.setattr(persample, "_CHUNK_BYTES", chunk_bytes)
         found, count = sum_over_samples(model, dict(model.named_parameters()), [batch], objective, reduce, active)
     assert count == size
     expected = loop(model, batch, reduce, active)
@@ -132,6 +132,26 @@ def test_it_does_not_matter_how_samples_are_batched(sizes: list[int], seed: int)
     assert count == same_count == sum(sizes)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def test_where_memory_runs_out_the_samples_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = conv().double()
+    batch, sizes, vectorised = batch_for((2, 8, 8), 7, 5), [], persample._Question._vectorised
+
+    def scarce(question: Any, part: Batch) -> dict[str, Tensor]:
+        sizes.append(part.size)
+        if part.size > 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return vectorised(question, part)
+
+    monkeypatch.setattr(persample._Question, "_vectorised", scarce)
+    found, _ = sum_over_samples(model, dict(model.named_parameters()), [batch], objective, torch.abs)
+    assert sizes == [7, 4, 2, 2, 3, 2, 1]
+    for name, value in loop(model, batch, torch.abs, None).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(persample._Question, "_vectorised", lambda *_: scarce(None, batch))
+    with pytest.raises(torch.OutOfMemoryError):
+        sum_over_samples(model, dict(model.named_parameters()), [batch.part(0, 1)], objective, torch.abs)
 
 
 class Recurrent(nn.Module):

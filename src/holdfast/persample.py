@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from holdfast.convolution import QuickConvolutions
+
 Objective = Callable[[Tensor, Tensor], Tensor]
 """From a sample's active outputs and its label to one or several values, as a vector."""
 Reduce = Callable[[Tensor], Tensor]
 """What is summed over samples and values, of the gradient of one value in one sample."""
 
-_CHUNK_BYTES = {"cpu": 2**26}
-_CHUNK_BYTES_ELSEWHERE = 2**31
+_CHUNK_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,12 @@ def select(outputs: Tensor, active: Sequence[int] | None) -> Tensor:
         return outputs
     if max(active) >= outputs.shape[1]:
         raise ValueError(f"active names output {max(active)}, but the model has {outputs.shape[1]} outputs")
-    return outputs[:, list(active)]
+    return outputs.index_select(1, _index(tuple(active), outputs.device))
+
+
+@lru_cache(maxsize=256)
+def _index(active: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(active, device=device)  # kept there, because to bring it there is to wait for the device
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -180,11 +187,20 @@ class _Question:
     active: Sequence[int] | None
 
     def of_many(self, batch: Batch) -> dict[str, Tensor]:
+        try:
+            return self._vectorised(batch)
+        except torch.OutOfMemoryError:
+            if batch.size == 1:
+                raise
+            halves = [self.of_many(half) for half in batch.parts((batch.size + 1) // 2)]
+            return {name: torch.stack([half[name] for half in halves]).sum(0) for name in halves[0]}
+
+    def _vectorised(self, batch: Batch) -> dict[str, Tensor]:
         values = {name: p.detach() for name, p in self.parameters.items()}
         each = vmap(self._of_one, in_dims=(None, 0, 0, 0), randomness="different")
-        with sdpa_kernel(SDPBackend.MATH):  # the one kernel of attention that vmap knows
+        with QuickConvolutions(), sdpa_kernel(SDPBackend.MATH):  # the one kernel of attention that vmap knows
             found = each(values, batch.inputs, batch.keywords, batch.labels_or_zeros)
-        return {name: answers.sum(0, dtype=precise(answers.dtype)) for name, answers in found.items()}
+        return {name: answers.sum(0) for name, answers in found.items()}
 
     def _of_one(self, values: dict[str, Tensor], inputs: Any, keywords: Any, label: Tensor) -> dict[str, Tensor]:
         sample = Batch(tuple(x[None] for x in inputs), {name: x[None] for name, x in keywords.items()}, None)
@@ -193,7 +209,8 @@ class _Question:
             return self.objective(select(sample.outputs(self.model, values), self.active)[0], label)
 
         found, pull_back, *_ = vjp(ask, values)
-        return self._reduced(pull_back(one)[0] for one in torch.eye(len(found)).to(found))
+        basis = torch.eye(len(found), dtype=found.dtype, device=found.device)
+        return self._reduced(pull_back(one)[0] for one in basis)
 
     def one_by_one(self, batch: Batch) -> dict[str, Tensor]:
         """The same for models that torch.func does not know how to go through."""
@@ -222,7 +239,8 @@ def _chunk(parameters: Iterable[Tensor]) -> int:
     """How many samples at once."""
     parameters = list(parameters)
     bytes_per_sample = 2 * sum(p.numel() * p.element_size() for p in parameters)  # a gradient, and what is made of it
-    budget = _CHUNK_BYTES.get(parameters[0].device.type, _CHUNK_BYTES_ELSEWHERE)
+    device = parameters[0].device
+    budget = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _CHUNK_BYTES
     return max(1, budget // bytes_per_sample)
 
 
@@ -230,5 +248,5 @@ def _warn_of_slowness(error: RuntimeError) -> None:
     warnings.warn(
         "torch.func.vmap cannot go through this model, so its samples are taken one by one, which is slow: "
         f"{str(error).splitlines()[0]}",
-        stacklevel=2,
+        stacklevel=6,
     )
