@@ -3,12 +3,14 @@
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from helpers import Block
+import holdfast
+from helpers import Block, mlp, parameters_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,3 +34,36 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Accuracy on test images after all five tasks" in printed
     assert re.search(r"SGD learns the tasks to \d+\.\d%", printed)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_loop_for_all_methods() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    model = mlp()
+    tasks = [([(torch.randn(8, 4), torch.randint(2, (8,)))], active) for active in ([0, 1], [1, 2])]
+    names = {"model": model, "tasks": tasks, "criterion": nn.CrossEntropyLoss(), "holdfast": holdfast}
+    exec(code, names | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+
+def test_the_method_of_the_documentation() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "methods.md").read_text(), re.DOTALL)[-1]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    model = mlp()
+    method = names["L2"](model, torch.optim.SGD(model.parameters(), lr=0.5), strength=1.0)
+    method.consolidate([])
+    anchor = parameters_of(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+            p.grad = torch.zeros_like(p)
+    method.step()
+    for name, value in parameters_of(model).items():
+        torch.testing.assert_close(value, anchor[name] + 0.5)  # 2 * lr * strength = 1: half of the way back
+
+
+def test_the_loop_of_the_documentation() -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "methods.md").read_text(), re.DOTALL)[0]
+    tasks = [([(torch.randn(8, 4), torch.randint(2, (8,)))], active) for active in ([0, 1], [1, 2])]
+    names = {"model": mlp(), "tasks": tasks, "torch": torch, "F": nn.functional, "holdfast": holdfast}
+    exec(code, names)
+    assert all(value.sum() > 0 for value in names["method"].importance.values())
