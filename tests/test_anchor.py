@@ -147,6 +147,45 @@ def test_divergence_in_the_loss_is_said_and_its_cure_named() -> None:
         train(model, optimizer, torch.randn(500, 8, 4))
 
 
+def test_a_loss_that_is_not_finite_is_not_blamed_on_the_pull() -> None:
+    model = mlp()
+    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1), strength=1e-3, penalty="loss")
+    optimizer.consolidate([])
+    with pytest.raises(FloatingPointError, match="the parameters are not finite, and the pull is not to blame"):
+        train(model, optimizer, [torch.full((8, 4), torch.nan)] * 2)
+
+
+@pytest.mark.parametrize("form", ["proximal", "loss"])
+def test_the_pull_is_one_also_for_an_optimizer_that_maximizes(form: str) -> None:
+    model = mlp()
+    optimizer = Given(
+        model, SGD(model.parameters(), lr=0.01, maximize=True), tasks_of(model, 1), strength=1.0, penalty=form
+    )
+    anchor = parameters_of(model)
+    optimizer.consolidate([])
+    away = move(model)
+    optimizer.zero_grad()
+    (model(torch.randn(8, 4)).sum() * 0 + optimizer.penalty()).backward()
+    optimizer.step()
+    for name, value in parameters_of(model).items():
+        assert (value - anchor[name]).norm() < (away[name] - anchor[name]).norm()
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1])])
+def test_a_learning_rate_in_a_tensor(lr: Tensor) -> None:
+    results = []
+    for rate in (lr, 0.1):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = Given(model, Adam(model.parameters(), lr=rate, foreach=False), tasks_of(model, 1))
+        optimizer.consolidate([])
+        move(model)
+        train(model, optimizer, torch.randn(3, 8, 4))
+        results.append(parameters_of(model))
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name])
+
+
 def test_only_what_the_optimizer_moves_is_pulled() -> None:
     model = mlp()
     optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1))
@@ -160,16 +199,38 @@ def test_only_what_the_optimizer_moves_is_pulled() -> None:
         assert torch.equal(value, away[name]) == name.startswith("0."), name
 
 
-def test_parameters_that_come_later_are_anchored_from_then_on() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
-    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1))
-    optimizer.consolidate([])
-    model["b"] = nn.Linear(2, 2)
-    optimizer.add_param_group({"params": model["b"].parameters()})
-    optimizer.given = iter(tasks_of(model, 1))
-    optimizer.consolidate([])
-    assert optimizer.anchor.keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
-    assert torch.equal(optimizer.anchor["b.weight"], model["b"].weight)
+@pytest.mark.parametrize("name", ["ewc", "mas", "si", "ssl"])
+def test_parameters_that_come_later_are_anchored_from_then_on(name: str) -> None:
+    def add_head(model: nn.Sequential, optimizer: holdfast.methods.Method) -> None:
+        model.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+
+    model, batch = mlp(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    optimizer = holdfast.METHODS[name](model, SGD(model.parameters(), lr=0.1))
+    for later in (False, True):
+        if later:
+            add_head(model, optimizer)
+        train(model, optimizer, [batch[0]])
+        optimizer.consolidate([batch])
+    assert optimizer.anchor.keys() == dict(model.named_parameters()).keys()
+    assert torch.equal(optimizer.anchor["5.weight"], model[5].weight)
+    assert optimizer.importance["5.weight"].sum() > 0
+    again = mlp()
+    resumed = holdfast.METHODS[name](again, SGD(again.parameters(), lr=0.1))
+    add_head(again, resumed)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert_same_bits(resumed.importance, optimizer.importance)
+
+
+@pytest.mark.parametrize("name", ["ewc", "mas", "ssl"])
+def test_parameters_frozen_for_a_while_are_anchored_too(name: str) -> None:
+    model, batch = mlp(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    plain = holdfast.METHODS[name](model, SGD(model.parameters(), lr=0.1))
+    plain.consolidate([batch])
+    frozen = holdfast.METHODS[name](model, SGD(model.parameters(), lr=0.1))
+    model[0].requires_grad_(False)
+    frozen.consolidate([batch])
+    assert_same_bits(frozen.importance, plain.importance)
 
 
 def test_a_parameter_of_another_shape_is_refused() -> None:
@@ -215,7 +276,8 @@ def test_settings_are_checked_and_come_back_with_the_state() -> None:
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         holdfast.EWC(model, sgd, samples=0)
     for method, knobs in (
-        (holdfast.EWC, {"strength": 7.0, "penalty": "loss"}),
+        (holdfast.EWC, {"strength": 7.0, "penalty": "loss", "labels": "exact", "samples": 5}),
+        (holdfast.MAS, {"strength": 7.0, "samples": 5}),
         (holdfast.SI, {"strength": 7.0, "xi": 0.5}),
         (holdfast.SSL, {"strength": 7.0, "sparsity": 0.5}),
         (holdfast.LwF, {"weight": 7.0, "temperature": 0.5}),

@@ -101,6 +101,19 @@ def test_joint_training_asks_for_the_data_that_no_state_dict_holds() -> None:
         fresh.load_state_dict(optimizer.state_dict())
 
 
+def test_joint_training_goes_back_to_an_earlier_state() -> None:
+    model, data = mlp().double(), batches(5)
+    optimizer = holdfast.Joint(model, SGD(model.parameters(), lr=0.1))
+    optimizer.consolidate(data)
+    losses = []
+    for _ in range(7):
+        state = optimizer.state_dict()
+        losses.append(optimizer.penalty().item())
+    assert losses[5:] == losses[:2]  # round and round
+    optimizer.load_state_dict(state)
+    assert optimizer.penalty().item() == losses[6]
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_separate_training_starts_every_task_afresh(kind: type[Optimizer]) -> None:
     """Each task ends with the bits of a new model and a new optimizer that never saw another one."""

@@ -78,6 +78,14 @@ def test_nothing_left_to_control() -> None:
         holdfast.CPC(model, SGD(model.parameters(), lr=0.1), free=[model])
 
 
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = holdfast.CPC(model, SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([0, 1])).sum().backward()
+    with pytest.raises(TypeError, match=r"dense gradients, '0.weight' has sparse ones"):
+        optimizer.step()
+
+
 def test_plasticity_is_one_value_per_connection() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2, 2))
     optimizer = holdfast.CPC(model, SGD(model.parameters(), lr=0.1))

@@ -128,6 +128,26 @@ def test_every_method_does_the_same_as_on_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_model_that_is_moved_after_a_task(name: str) -> None:
+    results = []
+    for moved in (False, True):
+        torch.manual_seed(0)
+        model = mlp(width=16).double()
+        batches = [(torch.randn(6, 4, dtype=torch.float64), torch.randint(2, (6,))) for _ in range(3)]
+        lr = torch.tensor(0.1) if name in ("ewc", "si") else 0.1
+        optimizer = METHODS[name](model, SGD(model.parameters(), lr=lr, foreach=False))
+        for _ in range(2):
+            train(model, optimizer, [x.cuda() if next(model.parameters()).is_cuda else x for x, _ in batches])
+            optimizer.consolidate(batches, active=[0, 1])
+            if moved:
+                model.cuda()
+        train(model, optimizer, [x.cuda() if moved else x for x, _ in batches])
+        results.append({key: value.cpu() for key, value in (parameters_of(model) | memory_of(optimizer)).items()})
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_no_method_waits_for_the_gpu_in_a_step(name: str) -> None:
     model = mlp().cuda()
     optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.01))

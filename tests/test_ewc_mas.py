@@ -135,6 +135,25 @@ def test_a_budget_of_samples() -> None:
         assert_same_bits(importance(kind, model, batches, samples=6), importance(kind, model, cut))
 
 
+def test_labels_in_small_numbers_and_empty_batches() -> None:
+    model, x, y = mlp(), torch.randn(4, 4), torch.randint(3, (4,))
+    expected = importance("ewc", model, [(x, y)])
+    assert_same_bits(importance("ewc", model, [(x[:0], y[:0]), (x, y.to(torch.uint8))]), expected)
+    assert_same_bits(importance("ewc", model, [(x, y.tolist())]), expected)
+
+
+def test_labels_that_are_not_needed_may_be_anything() -> None:
+    model, x = mlp(), torch.randn(4, 4)
+    assert_same_bits(importance("mas", model, [(x, {"boxes": x})]), importance("mas", model, [x]))
+
+
+def test_a_model_that_compiles_itself() -> None:
+    model, x = mlp(), torch.randn(4, 4)
+    expected = importance("mas", model, [x])
+    model.compile(backend="eager")
+    assert_same_bits(importance("mas", model, [x]), expected)
+
+
 def test_exact_labels_need_none() -> None:
     model, x = mlp(), torch.randn(4, 4)
     assert_same_bits(

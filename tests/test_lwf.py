@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.optim import SGD
 
 import holdfast
@@ -115,6 +116,7 @@ def test_the_inputs_are_those_of_the_models_own_forward() -> None:
     new = model(x, shift=shift)
     with torch.no_grad():
         model(torch.randn(8, 4), shift=shift)  # an evaluation in between
+    vmap(lambda x: model(x, shift=shift[0]))(torch.randn(8, 4))  # and a pass that is no training
     term = optimizer.penalty()
     torch.testing.assert_close(term, old_answers_term(new, old(x, shift=shift), [[0, 1, 2]]))
 
@@ -124,6 +126,28 @@ def test_a_penalty_without_a_forward_is_refused() -> None:
     assert optimizer.penalty().item() == 0
     optimizer.consolidate([])
     with pytest.raises(ValueError, match=r"penalty\(\) needs a forward before it"):
+        optimizer.penalty()
+
+
+def test_a_model_that_keeps_what_it_computed() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x)
+            return self.kept
+
+    model = Keeping(4, 3)
+    optimizer = lwf(model)
+    train(model, optimizer, [torch.randn(8, 4)])
+    optimizer.consolidate([])
+    train(model, optimizer, [torch.randn(8, 4)])
+
+
+def test_outputs_of_another_shape_are_refused() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = lwf(model)
+    optimizer.consolidate([])
+    model(torch.randn(2, 5, 4))
+    with pytest.raises(ValueError, match=r"returns \[samples, outputs\], this one returns \(2, 5, 3\)"):
         optimizer.penalty()
 
 

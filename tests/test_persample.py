@@ -1,6 +1,7 @@
 """Gradients of single samples against a plain loop over single samples."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +179,35 @@ def test_models_that_cannot_be_vectorised_are_taken_one_by_one() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+def test_recurrent_layers_alone() -> None:
+    """Whose weights torch keeps in a list beside the parameters."""
+
+    class Plain(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.cell(x)[0][:, -1])
+
+    model, batch = Plain().double(), batch_for((3, 4), 4, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, _ = sum_over_samples(model, dict(model.named_parameters()), [batch], objective, torch.abs)
+    for name, value in loop(model, batch, torch.abs, None).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_modules_that_act_when_their_mode_changes() -> None:
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode: bool = True) -> "Merging":
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merging(4, 5))
+    with persample.evaluating(model):
+        assert model[0].merged
+    assert not model[0].merged
+
+
 def test_an_error_of_the_model_itself_is_shown_as_it_is() -> None:
     model = nn.Linear(4, 5).double()
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
@@ -242,5 +272,8 @@ def test_outputs_that_do_not_fit() -> None:
     for bad in ([], [-1, 0], [1, 1]):
         with pytest.raises(ValueError, match="active must name the task's output nodes, each once"):
             output_nodes(bad)
+    for mask in ([True, False], torch.tensor([True, False])):
+        with pytest.raises(TypeError, match=r"by number, as in \[2, 3\]; got a mask"):
+            output_nodes(mask)
     assert output_nodes(torch.tensor([2, 1])) == [2, 1]
     assert output_nodes(range(2, 4)) == [2, 3]

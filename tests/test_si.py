@@ -60,22 +60,34 @@ def test_the_path_adds_up_to_the_fall_of_the_loss() -> None:
     assert path == pytest.approx(first - loss_of(model, x, y).item(), rel=0.01)
 
 
-def test_maximizing_is_the_same_as_minimizing_the_opposite() -> None:
+@pytest.mark.parametrize("form", ["proximal", "loss"])
+def test_maximizing_is_the_same_as_minimizing_the_opposite(form: Form) -> None:
     found = []
     for maximize in (False, True):
         torch.manual_seed(0)
         model = mlp()
-        method = holdfast.SI(model, SGD(model.parameters(), lr=0.1, maximize=maximize))
-        x, y = torch.randn(16, 4), torch.randint(3, (16,))
-        for _ in range(5):
-            method.zero_grad()
-            (loss_of(model, x, y) * (-1 if maximize else 1)).backward()
-            method.step()
-        method.consolidate([])
+        method = holdfast.SI(model, SGD(model.parameters(), lr=0.1, maximize=maximize), penalty=form)
+        for _ in range(2):
+            x, y = torch.randn(16, 4), torch.randint(3, (16,))
+            for _ in range(5):
+                method.zero_grad()
+                (loss_of(model, x, y) * (-1 if maximize else 1) + method.penalty()).backward()
+                method.step()
+            method.consolidate([])
         found.append(method.importance)
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name])
         assert value.sum() > 0
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    method = holdfast.SI(model, SGD(model.parameters(), lr=0.1))
+    loss_of(model, torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 1])).backward()
+    method.step()
+    method.consolidate([])
+    assert method.importance["0.weight"][:3].sum() > 0
+    assert method.importance["0.weight"][3:].sum() == 0
 
 
 def test_a_task_that_was_not_learnt_is_refused() -> None:

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.optim import SGD
 
 import holdfast
-from helpers import Block, mlp
+from helpers import Block, assert_same_bits, mlp
 from holdfast.methods.ssl import crowding
 
 
@@ -151,6 +152,67 @@ def test_without_sparsity_it_is_mas() -> None:
     model(torch.randn(2, 2, 8, 8)).sum().backward()
     optimizer.step()
     assert optimizer.penalty().item() == 0
+    batches = [(torch.randn(2, 2, 8, 8), torch.zeros(2))]
+    optimizer.consolidate(batches)
+    mas = holdfast.MAS(model, SGD(model.parameters(), lr=0.1))
+    mas.consolidate(batches)
+    assert_same_bits(optimizer.importance, mas.importance)
+
+
+def test_evaluation_and_other_passes_between_forward_and_penalty_change_nothing() -> None:
+    model, x = mlp(), torch.randn(8, 4)
+    optimizer = ssl(model)
+    model(x)
+    expected = optimizer.penalty().item()
+    model(x)
+    with torch.no_grad():
+        model(torch.randn(8, 4))
+    vmap(model)(torch.randn(5, 4))
+    with torch.autocast("cpu", torch.bfloat16):  # the term itself is taken in full precision
+        assert optimizer.penalty().item() == expected
+
+
+def test_what_happens_to_an_activation_later_is_not_part_of_it() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.9, inplace=True)), torch.randn(8, 4)
+    optimizer = ssl(model)
+    model(x)
+    expected = 0.5 * double_loop(nn.functional.gelu(model[0](x)), torch.zeros(6))
+    term = optimizer.penalty()
+    assert term.item() == pytest.approx(expected, rel=1e-5)
+    term.backward()
+
+
+def test_an_activation_that_the_outputs_do_not_depend_on() -> None:
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused, self.relu = nn.Linear(4, 3), nn.Linear(4, 3), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.relu(self.unused(x))
+            return self.relu(self.used(x)) @ torch.ones(3, 2)
+
+    model = Aside()
+    optimizer = ssl(model)
+    optimizer.consolidate([torch.randn(5, 4)])
+    assert optimizer.neurons["unused"].sum() == 0
+    assert optimizer.neurons["used"].sum() > 0
+
+
+@pytest.mark.parametrize(
+    "between", [nn.Flatten(), nn.Unflatten(1, (2, 3))], ids=["positions among the neurons", "neurons on two axes"]
+)
+def test_activations_in_another_layout_are_refused_by_name(between: nn.Module) -> None:
+    first, x = (
+        (nn.Conv2d(1, 6, 3), torch.randn(2, 1, 5, 5))
+        if isinstance(between, nn.Flatten)
+        else (nn.Linear(4, 6), torch.randn(2, 4))
+    )
+    model = nn.Sequential(first, between, nn.ReLU())
+    optimizer = ssl(model)
+    model(x)
+    with pytest.raises(ValueError, match="layer '0' has 6 neurons, but the activation behind it shows"):
+        optimizer.penalty()
 
 
 def test_a_model_without_activation_modules_is_named_and_helped() -> None:

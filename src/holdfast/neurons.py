@@ -85,7 +85,7 @@ def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Colle
         weight = parameters.get("weight")  # absent when it is parametrised, so computed anew at every call
         if weight is None or weight in excluded:
             continue
-        layer = layers.setdefault(weight, Layer(name, _size(module), []))
+        layer = layers.setdefault(weight, Layer(name, width_of(module), []))
         layer.modules.append(module)
         for parameter in parameters.values():
             if parameter in trained:
@@ -93,7 +93,7 @@ def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Colle
     return [layer for layer in layers.values() if layer.parameters]
 
 
-def _size(module: nn.Module) -> int:
+def width_of(module: nn.Module) -> int:
     return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)  # type: ignore[arg-type]
 
 

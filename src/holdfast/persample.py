@@ -71,8 +71,15 @@ def read(batch: Any, device: torch.device) -> Batch:
     return Batch(
         tuple(value.to(device) for value in arguments),
         {name: value.to(device) for name, value in keywords.items()},
-        None if labels is None else torch.as_tensor(labels, device=device),
+        _labels(labels, device),
     )
+
+
+def _labels(labels: Any, device: torch.device) -> Tensor | None:
+    try:
+        return None if labels is None else torch.as_tensor(labels, device=device)
+    except (TypeError, ValueError, RuntimeError):  # not every method needs them
+        return None
 
 
 def samples_of(batches: Iterable[Any], budget: int | None, device: torch.device) -> Iterator[Batch]:
@@ -82,6 +89,8 @@ def samples_of(batches: Iterable[Any], budget: int | None, device: torch.device)
         if left == 0:
             return
         batch = read(given, device)
+        if batch.size == 0:
+            continue
         if left is not None:
             batch = batch.part(0, left)
             left -= batch.size
@@ -92,7 +101,10 @@ def output_nodes(active: Iterable[int] | None) -> list[int] | None:
     """The nodes named by `active`, checked."""
     if active is None:
         return None
-    nodes = [int(node) for node in active]
+    given = list(active)
+    if any(str(getattr(node, "dtype", type(node).__name__)).endswith("bool") for node in given):
+        raise TypeError("active names output nodes by number, as in [2, 3]; got a mask of True and False")
+    nodes = [int(node) for node in given]
     if not nodes or min(nodes) < 0 or len(set(nodes)) < len(nodes):
         raise ValueError(f"active must name the task's output nodes, each once, counted from 0; got {nodes}")
     return nodes
@@ -127,13 +139,14 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, in full precision, and back as it was."""
+    """In evaluation mode, in full precision, not compiled, and back as it was."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.autocast(device_of(model).type, enabled=False):
+        with torch.autocast(device_of(model).type, enabled=False), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        model.train(modes[model])
         for module, mode in modes.items():
             module.training = mode
 
@@ -216,15 +229,14 @@ class _Question:
         """The same for models that torch.func does not know how to go through."""
         return self._reduced(gradients for sample in batch.parts(1) for gradients in self._gradients(sample))
 
-    @torch.enable_grad()
-    def _gradients(self, sample: Batch) -> list[dict[str, Tensor]]:
-        outputs = select(sample.outputs(self.model), self.active)[0]
-        found = []
-        for value in self.objective(outputs, sample.labels_or_zeros[0]):
-            leaves = list(self.parameters.values())
-            gradients = torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True)
-            found.append(dict(zip(self.parameters, gradients, strict=True)))
-        return found
+    def _gradients(self, sample: Batch) -> Iterator[dict[str, Tensor]]:
+        leaves = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+        with torch.enable_grad():
+            outputs = select(sample.outputs(self.model, leaves), self.active)[0]
+            values = self.objective(outputs, sample.labels_or_zeros[0]).unbind()
+        for value in values:
+            gradients = torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
+            yield dict(zip(leaves, gradients, strict=True))
 
     def _reduced(self, gradients: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}

@@ -65,14 +65,19 @@ class Anchored(Method):
         if penalty not in get_args(Form):
             raise ValueError(f'penalty must be "proximal" or "loss", got {penalty!r}')
         self.form: Form = penalty
+        self.tasks = 0
         self._importance: dict[str, Tensor] = {}
         self._anchor: dict[str, Tensor] = {}
-        self._names: dict[nn.Parameter, str] = {}
-        self._name_parameters()
+        self._named: tuple[int, dict[nn.Parameter, str]] = 0, {}
 
-    def _name_parameters(self) -> None:
-        trained = self._trained()
-        self._names = {p: name for name, p in self.model.named_parameters() if p in trained}
+    @property
+    def _names(self) -> dict[nn.Parameter, str]:
+        """The names of the parameters that are trained, looked up again when there are more of them."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if count != self._named[0]:
+            trained = self._trained()
+            self._named = count, {p: name for name, p in self.model.named_parameters() if p in trained}
+        return self._named[1]
 
     @property
     def importance(self) -> dict[str, Tensor]:
@@ -88,7 +93,6 @@ class Anchored(Method):
 
     @torch.no_grad()
     def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
-        self._name_parameters()
         newest = self._measure(batches, output_nodes(active))
         for name, importance in newest.items():
             check_finite(name, importance)
@@ -97,16 +101,19 @@ class Anchored(Method):
                 value = parameter.to(precise(parameter.dtype), copy=True)
                 old = self._memory_of(parameter) or (torch.zeros_like(value), value)
                 self._importance[name], self._anchor[name] = remember(*old, newest[name], value)
+        self.tasks += 1
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         """The importance of each parameter to the finished task, by name."""
         raise NotImplementedError
 
-    def _learning(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for parameter, name in self._names.items() if parameter.requires_grad}
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for parameter, name in self._names.items()}
 
     def _mean(self, sums: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Sums over samples, of all processes together, as means."""
+        if not sums:
+            return {}
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is not None:
             device = next(iter(sums.values())).device
@@ -131,13 +138,14 @@ class Anchored(Method):
         self._pull()
 
     def _pull(self) -> None:
-        if self.form == "loss" or not self._anchor:
+        if self.form == "loss" or self.tasks == 0:
             return
         for group in self.param_groups:
             held = [(p, *memory) for p in group["params"] if p.grad is not None and (memory := self._memory_of(p))]
             if held:
                 values, importance, anchor = zip(*held, strict=True)
-                pull_(values, importance, anchor, 2 * self.strength * group["lr"])
+                lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+                pull_(values, importance, anchor, 2 * self.strength * lr)
 
     def _memory_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
         """The importance and the anchor of a parameter, on its device."""
@@ -157,7 +165,7 @@ class Anchored(Method):
 
     @property
     def _acts_through_loss(self) -> bool:
-        return self.form == "loss" and bool(self._anchor)
+        return self.form == "loss" and self.tasks > 0
 
     def _penalty(self) -> Tensor:
         """The sum over all finished tasks in the loss, up to a constant: strength * sum of A (theta - M)^2."""
@@ -178,6 +186,8 @@ class Anchored(Method):
             for p in group["params"]
             if (memory := self._memory_of(p))
         )
+        if stiffest[0] < 2:
+            return "the parameters are not finite, and the pull is not to blame: look at the loss and the inputs"
         return (
             f"{type(self).__name__} has diverged with its penalty in the loss: 2 * lr * strength * importance is "
             f"{stiffest[0]:.3g} in {stiffest[1]!r}, and above 2 every step overshoots; use "
@@ -188,14 +198,15 @@ class Anchored(Method):
 
     def _memory(self) -> dict[str, Any]:
         copies = [{name: value.clone() for name, value in each.items()} for each in (self._importance, self._anchor)]
-        return {"strength": self.strength, "penalty": self.form, "importance": copies[0], "anchor": copies[1]}
+        settings = {"strength": self.strength, "penalty": self.form, "tasks": self.tasks}
+        return {**settings, "importance": copies[0], "anchor": copies[1]}
 
     def _check_memory(self, memory: dict[str, Any]) -> None:
         ours = {name: p for p, name in self._names.items() if name in memory["anchor"]}
         check_shapes(memory["anchor"], ours)
 
     def _remember(self, memory: dict[str, Any]) -> None:
-        self.strength, self.form = memory["strength"], memory["penalty"]
+        self.strength, self.form, self.tasks = memory["strength"], memory["penalty"], memory["tasks"]
         self._importance = self._restored(memory["importance"])
         self._anchor = self._restored(memory["anchor"])
 

@@ -72,6 +72,8 @@ class CPC(Plastic):
         moving, shares = [], []
         for name, p in self._parameters.items():
             if p.grad is not None:
+                if p.grad.is_sparse:
+                    raise TypeError(f"CPC needs dense gradients, {name!r} has sparse ones: name its module in free=")
                 old = self._importance[name].to(p.device)
                 self._importance[name] = connection_average(old, p.detach(), p.grad, self.rate)
                 moving.append(p)

@@ -74,8 +74,15 @@ class EWC(Anchored):
         objective = expected_log_likelihoods
         if self.labels == "true":
             measured, objective = self._with_labels(measured, active), log_likelihood
-        parameters = self._learning()
+        parameters = self._parameters()
         return self._mean(*sum_over_samples(self.model, parameters, measured, objective, torch.square, active))
+
+    def _memory(self) -> dict[str, Any]:
+        return {**super()._memory(), "labels": self.labels, "samples": self.samples}
+
+    def _remember(self, memory: dict[str, Any]) -> None:
+        super()._remember(memory)
+        self.labels, self.samples = memory["labels"], memory["samples"]
 
     def _with_labels(self, batches: Iterable[Batch], active: list[int] | None) -> Iterator[Batch]:
         for batch in batches:
@@ -92,4 +99,4 @@ class EWC(Anchored):
                     f"labels must count within the task, from 0 to {classes - 1} for its {classes} outputs; got "
                     f"{int(labels.min())} to {int(labels.max())}"
                 )
-            yield batch
+            yield Batch(batch.inputs, batch.keywords, labels.long())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,22 +21,21 @@ class _Task:
 
     batches: Iterable[Any]
     active: list[int] | None
-    drawn: int = 0
+    drawn: int = 0  # of the present round
     source: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def draw(self) -> Any:
         batch = next(self.source, None)
         if batch is None:
-            self.source = iter(self.batches)
+            self.start_at(0)
             batch = next(self.source, None)
         if batch is None:
             raise ValueError("a finished task has no batches left: joint training needs them for as long as it goes on")
         self.drawn += 1
         return batch
 
-    def skip(self, count: int) -> None:
-        while self.drawn < count:
-            self.draw()
+    def start_at(self, drawn: int) -> None:
+        self.source, self.drawn = islice(self.batches, drawn, None), drawn
 
 
 class Joint(Method):
@@ -93,4 +93,4 @@ class Joint(Method):
 
     def _remember(self, memory: dict[str, Any]) -> None:
         for task, drawn in zip(self._tasks, memory["drawn"], strict=True):
-            task.skip(drawn)
+            task.start_at(drawn)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from holdfast.hooks import Hook, inside_transform
 from holdfast.methods.method import Method, check_shapes, number
-from holdfast.persample import output_nodes, precise, select
+from holdfast.persample import device_of, output_nodes, precise, select
 
 
 def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:
@@ -39,7 +39,7 @@ class LwF(Method):
     """Keeps the answers of the earlier tasks' heads, on the current images, close to those from before the task.
 
     Args:
-        model: the model in training. It returns `[samples, outputs]`.
+        model: the model in training. It returns `[samples, outputs]` and does not change its inputs in place.
         optimizer: an optimizer of its parameters.
         weight: the weight of the old answers in the loss.
         temperature: softens the answers, so that the unlikely ones count too.
@@ -72,7 +72,9 @@ class LwF(Method):
             self._heads.append(nodes)
 
     def _copy(self) -> nn.Module:
-        return copy.deepcopy(self.model).eval().requires_grad_(False)
+        modules = self.model.modules()
+        computed = [v for m in modules for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+        return copy.deepcopy(self.model, {id(v): v.detach() for v in computed}).eval().requires_grad_(False)
 
     @property
     def _acts_through_loss(self) -> bool:
@@ -86,8 +88,12 @@ class LwF(Method):
         if heard is None:
             raise ValueError("penalty() needs a forward before it: loss = criterion(model(x), y) + optimizer.penalty()")
         inputs, keywords, new = heard
+        if device_of(self._teacher) != device_of(self.model):
+            self._teacher.to(device_of(self.model))
         with torch.no_grad():
             old = self._teacher(*inputs, **keywords)
+        if isinstance(new, Tensor) and new.dim() != 2:
+            raise ValueError(f"LwF needs a model that returns [samples, outputs], this one returns {tuple(new.shape)}")
         for head in self._heads:
             total = total + distillation(select(new, head), select(old, head), self.temperature)
         return self.weight * total

@@ -48,5 +48,12 @@ class MAS(Anchored):
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         measured = samples_of(batches, self.samples, device_of(self.model))
-        parameters = self._learning()
+        parameters = self._parameters()
         return self._mean(*sum_over_samples(self.model, parameters, measured, squared_norm, torch.abs, active))
+
+    def _memory(self) -> dict[str, Any]:
+        return {**super()._memory(), "samples": self.samples}
+
+    def _remember(self, memory: dict[str, Any]) -> None:
+        super()._remember(memory)
+        self.samples = memory["samples"]

@@ -126,7 +126,8 @@ class Method(Optimizer):
     def penalty(self) -> Tensor:
         """The term to add to the loss; zero for methods that do not act through the loss."""
         self._penalty_taken = True
-        return self._penalty()
+        maximizing = any(group.get("maximize") for group in self.param_groups)
+        return -self._penalty() if maximizing else self._penalty()
 
     def _penalty(self) -> Tensor:
         return torch.zeros((), device=device_of(self.model))
@@ -245,12 +246,16 @@ def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> l
     return chosen
 
 
-def check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
+def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise a ValueError if what a state_dict holds by name is not of the model that is here."""
     for name in (*ours, *theirs):
-        shapes = [tuple(tensors[name].shape) if name in tensors else "nothing" for tensors in (theirs, ours)]
-        if shapes[0] != shapes[1]:
+        here, there = (_shape(tensors.get(name)) for tensors in (ours, theirs))
+        if here != there:
             raise ValueError(
-                f"this state_dict is of another model: it has {shapes[0]} for {name!r}, this model has {shapes[1]}; "
+                f"this state_dict is of another model: it has {there} for {name!r}, this model has {here}; "
                 "build the model and the method as they were then"
             )
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else "nothing" if value is None else "other data"

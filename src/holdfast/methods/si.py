@@ -56,7 +56,9 @@ class SI(Anchored):
         moving = {name: p for p, name in self._names.items() if p.grad is not None}
         before = [p.to(precise(p.dtype), copy=True) for p in moving.values()]
         for name, value in zip(moving, before, strict=True):
-            if name not in self._path:
+            if name in self._path:
+                self._path[name] = self._path[name].to(value.device)
+            else:
                 self._path[name], self._importance[name] = torch.zeros_like(value), torch.zeros_like(value)
                 self._anchor[name] = value
         slopes = self._bare_gradients()
@@ -73,10 +75,11 @@ class SI(Anchored):
                 if p.grad is None or (memory := self._memory_of(p)) is None:
                     continue
                 importance, anchor = memory
-                slope = p.grad.to(anchor.dtype)
+                slope = p.grad.to_dense().to(anchor.dtype)
+                slope = -slope if group.get("maximize") else slope
                 if self.form == "loss":
                     slope = slope - 2 * self.strength * importance * (p - anchor)
-                slopes[self._names[p]] = -slope if group.get("maximize") else slope
+                slopes[self._names[p]] = slope
         return slopes
 
     @torch.no_grad()
@@ -92,6 +95,7 @@ class SI(Anchored):
         for name, (importance, value) in newest.items():
             self._importance[name], self._anchor[name] = importance, value
             self._path[name] = torch.zeros_like(value)
+        self.tasks += 1
 
     def _memory(self) -> dict[str, Any]:
         return {**super()._memory(), "xi": self.xi, "path": {name: path.clone() for name, path in self._path.items()}}

@@ -14,7 +14,7 @@ from holdfast.hooks import Hook, inside_transform, needs_grad
 from holdfast.methods.anchor import Form, check_finite
 from holdfast.methods.mas import MAS, squared_norm
 from holdfast.methods.method import modules_of, number
-from holdfast.neurons import LAYERS, neuron_axis
+from holdfast.neurons import LAYERS, neuron_axis, width_of
 from holdfast.persample import Batch, device_of, precise, samples_of, select, sum_over_samples
 
 _ACTIVATIONS = (
@@ -164,10 +164,19 @@ class SSL(MAS):
             )
         with torch.autocast(total.device.type, enabled=False):
             for name, _, neurons in kept:
+                self._check_width(name, neurons)
                 nothing = torch.zeros(neurons.shape[1], dtype=precise(neurons.dtype), device=neurons.device)
                 importance = self._neurons.get(name, nothing).to(nothing)
                 total = total + self.sparsity * crowding(neurons, importance)
         return total
+
+    def _check_width(self, name: str, neurons: Tensor) -> None:
+        width = width_of(self._record.layers[name])
+        if neurons.shape[1] != width:
+            raise ValueError(
+                f"layer {name!r} has {width} neurons, but the activation behind it shows {neurons.shape[1]}: name the "
+                "modules at whose outputs they lie as in the layer's own, observe=[model.block, ...]"
+            )
 
     # ---- the end of a task ----
 
@@ -179,7 +188,7 @@ class SSL(MAS):
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         neurons: dict[str, Tensor] = {}
         measured = self._listening(samples_of(batches, self.samples, device_of(self.model)), active, neurons)
-        sums, count = sum_over_samples(self.model, self._learning(), measured, squared_norm, torch.abs, active)
+        sums, count = sum_over_samples(self.model, self._parameters(), measured, squared_norm, torch.abs, active)
         means = self._mean(sums, count)
         self._newest = self._mean(neurons, count)
         for name, values in self._newest.items():
@@ -204,7 +213,10 @@ class SSL(MAS):
         finally:
             self._record.whole = False
         kept = self._record.take()
-        slopes = torch.autograd.grad(outputs.square().sum(), [activation for _, _, activation in kept])
+        if not kept:
+            return {}
+        activations = [activation for _, _, activation in kept]
+        slopes = torch.autograd.grad(outputs.square().sum(), activations, materialize_grads=True)
         found: dict[str, Tensor] = {}
         for (name, axis, _), slope in zip(kept, slopes, strict=True):
             each = slope.to(precise(slope.dtype)).movedim(axis, 1).flatten(2).sum(2) if slope.dim() > 2 else slope
