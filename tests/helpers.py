@@ -76,6 +76,10 @@ def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
 
 def memory_of(optimizer: Optimizer) -> dict[str, Tensor]:
     """All tensors that a method remembers, beside what the wrapped optimizer does."""
+    return tensors_in(optimizer.state_dict()["holdfast"])
+
+
+def tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     def look(place: str, value: Any) -> None:
@@ -85,7 +89,7 @@ def memory_of(optimizer: Optimizer) -> dict[str, Tensor]:
             for key, inner in value.items():
                 look(f"{place}/{key}", inner)
 
-    look("", optimizer.state_dict()["holdfast"])
+    look("", state)
     return found
 
 

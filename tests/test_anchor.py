@@ -108,6 +108,28 @@ def test_the_pull_of_several_tasks_is_the_textbooks_sum(count: int) -> None:
         torch.testing.assert_close(p.detach(), before[name] - 0.25 * slope, rtol=1e-10, atol=1e-12)
 
 
+def test_the_pull_comes_after_the_optimizers_own_step() -> None:
+    model = mlp().double()
+    (given_,) = tasks_of(model, 1)
+    optimizer = Given(model, SGD(model.parameters(), lr=0.25), [given_], strength=2.0)
+    anchor = move(model)
+    optimizer.consolidate([])
+    before = move(model)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    gradients = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    train(model, optimizer, [x])
+    for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
+        stepped, s = before[name] - 0.25 * gradient, 2 * 0.25 * 2.0 * given_[name]
+        torch.testing.assert_close(p.detach(), (stepped + s * anchor[name]) / (1 + s))
+
+
+def test_parameters_of_low_precision_are_pulled_too() -> None:
+    x = torch.tensor([1.0, 5.0], dtype=torch.bfloat16)
+    pull_([x], [torch.tensor([1.0, 0.0])], [torch.tensor([3.0, 3.0])], stiffness=1.0)
+    assert x.tolist() == [2.0, 5.0]
+    assert x.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", ["ewc", "mas", "si", "ssl"])
 @pytest.mark.parametrize("form", ["proximal", "loss"])
 def test_after_the_first_task_the_pull_is_there_and_points_at_the_anchor(name: str, form: str) -> None:

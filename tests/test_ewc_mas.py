@@ -176,6 +176,15 @@ def test_labels_that_do_not_fit(labels: Tensor, message: str) -> None:
         importance("ewc", mlp(), [(torch.randn(2, 4), labels)], active=[1, 2])
 
 
+def test_labels_of_any_batch_are_looked_at_and_nothing_is_consolidated() -> None:
+    model = mlp()
+    good, bad = (torch.randn(2, 4), torch.tensor([0, 1])), (torch.randn(2, 4), torch.tensor([0, 9]))
+    method = holdfast.EWC(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="for its 2 outputs; got 0 to 9"):
+        method.consolidate([good, good, bad], active=[1, 2])
+    assert not method.importance
+
+
 def test_what_ewc_cannot_measure_is_said() -> None:
     with pytest.raises(ValueError, match="from 0 to 2 for its 3 outputs; got 3 to 3"):
         importance("ewc", mlp(), [(torch.randn(1, 4), torch.tensor([3]))])

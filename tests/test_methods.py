@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from helpers import assert_same_bits, hooks_of, memory_of, mlp, parameters_of, train
+from helpers import assert_same_bits, hooks_of, memory_of, mlp, parameters_of, tensors_in, train
 from holdfast.methods import METHODS, Joint, Method
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -403,6 +403,23 @@ def test_what_a_state_dict_holds_stays_as_it_was(name: str) -> None:
     if name != "separate":
         optimizer.consolidate(task(), active=[0, 1])
     assert_same_bits(state, copies)
+
+
+@every_method
+def test_a_loaded_state_dict_is_not_written_to(name: str) -> None:
+    model, batches = mlp(), task()
+    optimizer = after_a_task(name, model)
+    again = build(name, model)
+    if isinstance(again, Joint):
+        again.consolidate(batches, active=[0, 1])
+    learn(model, optimizer, batches)
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(tensors_in(state["holdfast"]))
+    again.load_state_dict(state)
+    learn(model, again, batches)
+    again.consolidate(batches, active=[0, 1])
+    learn(model, again, batches)
+    assert_same_bits(tensors_in(state["holdfast"]), kept)
 
 
 @every_method

@@ -52,6 +52,8 @@ class _Tap(Hook):
             self.ran_eagerly = True
             for layer in self.layers:
                 layer.forget_if_discarded()
+                if layer.carrier is not None and layer.carrier.device != output.device:  # the model was moved
+                    layer.carrier = layer.new_carrier(output)
         for layer in self.layers:
             assert layer.carrier is not None
             output = _observe(output, layer, layer.carrier, self.place, self.copy)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from holdfast.methods.anchor import Anchored, Form
 from holdfast.methods.method import whole
-from holdfast.persample import Batch, device_of, samples_of, sum_over_samples
+from holdfast.persample import Batch, Objective, device_of, samples_of, sum_over_samples
 
 Labels = Literal["true", "exact"]
 
@@ -71,11 +71,16 @@ class EWC(Anchored):
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         measured = samples_of(batches, self.samples, device_of(self.model))
-        objective = expected_log_likelihoods
-        if self.labels == "true":
-            measured, objective = self._with_labels(measured, active), log_likelihood
-        parameters = self._parameters()
-        return self._mean(*sum_over_samples(self.model, parameters, measured, objective, torch.square, active))
+        if self.labels == "exact":
+            return self._squares(measured, expected_log_likelihoods, active)
+        ranges: list[tuple[Tensor, int]] = []
+        found = self._squares(self._with_labels(measured, active, ranges), log_likelihood, active)
+        for labels, classes in ranges:
+            _check_range(labels, classes)
+        return found
+
+    def _squares(self, batches: Iterable[Batch], objective: Objective, active: list[int] | None) -> dict[str, Tensor]:
+        return self._mean(*sum_over_samples(self.model, self._parameters(), batches, objective, torch.square, active))
 
     def _memory(self) -> dict[str, Any]:
         return {**super()._memory(), "labels": self.labels, "samples": self.samples}
@@ -84,7 +89,13 @@ class EWC(Anchored):
         super()._remember(memory)
         self.labels, self.samples = memory["labels"], memory["samples"]
 
-    def _with_labels(self, batches: Iterable[Batch], active: list[int] | None) -> Iterator[Batch]:
+    def _with_labels(
+        self, batches: Iterable[Batch], active: list[int] | None, ranges: list[tuple[Tensor, int]]
+    ) -> Iterator[Batch]:
+        """The batches with labels that can be used; their lowest and highest go to `ranges`, to be checked.
+
+        Those of the first batch are checked at once. To look at the others now would be to wait for the device.
+        """
         for batch in batches:
             classes = len(active) if active is not None else batch.part(0, 1).outputs(self.model).shape[-1]
             labels = batch.labels
@@ -94,9 +105,16 @@ class EWC(Anchored):
                 raise ValueError(
                     f"labels must be one class number per sample, got {labels.dtype} {tuple(labels.shape)}"
                 )
-            if labels.min() < 0 or labels.max() >= classes:
-                raise ValueError(
-                    f"labels must count within the task, from 0 to {classes - 1} for its {classes} outputs; got "
-                    f"{int(labels.min())} to {int(labels.max())}"
-                )
-            yield Batch(batch.inputs, batch.keywords, labels.long())
+            ranges.append((torch.stack(labels.aminmax()), classes))
+            if len(ranges) == 1:
+                _check_range(*ranges[0])
+            yield Batch(batch.inputs, batch.keywords, labels.long().clamp(0, classes - 1))
+
+
+def _check_range(labels: Tensor, classes: int) -> None:
+    lowest, highest = labels.tolist()
+    if lowest < 0 or highest >= classes:
+        raise ValueError(
+            f"labels must count within the task, from 0 to {classes - 1} for its {classes} outputs; got "
+            f"{lowest} to {highest}"
+        )
