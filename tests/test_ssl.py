@@ -182,6 +182,14 @@ def test_what_happens_to_an_activation_later_is_not_part_of_it() -> None:
     term.backward()
 
 
+def test_only_the_first_activation_behind_a_layer_counts() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Sigmoid(), nn.Linear(6, 3)), torch.randn(8, 4)
+    optimizer = ssl(model)
+    model(x)
+    expected = 0.5 * double_loop(torch.relu(model[0](x)), torch.zeros(6))
+    assert optimizer.penalty().item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_activation_that_the_outputs_do_not_depend_on() -> None:
     class Aside(nn.Module):
         def __init__(self) -> None:
