@@ -114,6 +114,16 @@ def test_joint_training_goes_back_to_an_earlier_state() -> None:
     assert optimizer.penalty().item() == losses[6]
 
 
+def test_separate_training_remembers_its_first_weights() -> None:
+    model, other = mlp(), mlp()
+    first = parameters_of(model)
+    optimizer = holdfast.Separate(model, SGD(model.parameters(), lr=0.1))
+    resumed = holdfast.Separate(other, SGD(other.parameters(), lr=0.1))
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.consolidate([])
+    assert_same_bits(parameters_of(other), first)
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam])
 def test_separate_training_starts_every_task_afresh(kind: type[Optimizer]) -> None:
     """Each task ends with the bits of a new model and a new optimizer that never saw another one."""

@@ -29,7 +29,10 @@ def test_as_torchs_own(kernel: Any, stride: Any, padding: Any, dilation: Any, bi
     expected_outputs, expected = model(x), vmap(grad(loss), in_dims=(None, 0))(weights, x)
     with QuickConvolutions():
         outputs, found = model(x), vmap(grad(loss), in_dims=(None, 0))(weights, x)
+        whole = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
     torch.testing.assert_close(outputs, expected_outputs)
+    for gradient, each in zip(whole, expected.values(), strict=True):
+        torch.testing.assert_close(gradient, each.sum(0), rtol=1e-9, atol=1e-12)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 

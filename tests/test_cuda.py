@@ -2,7 +2,10 @@
 
 import copy
 import io
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,13 @@ from torch.optim import SGD, AdamW, Optimizer
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
 from holdfast.methods import METHODS
+from holdfast.streams.batches import Images as OnDevice
+from holdfast.streams.batches import Shuffled
+from holdfast.training import Interrupted, Progress
+from holdfast.training import train as train_run
+from test_training import outcome as run_outcome
+from test_training import plan as run_plan
+from test_training import stream as spots
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -181,3 +191,52 @@ def test_a_state_saved_on_the_gpu_goes_on_there(name: str) -> None:
     for each, method in ((model, optimizer), (twin, again)):
         train(each, method, [batches[0][0]] * 2)
     assert_same_bits(parameters_of(model), parameters_of(twin))
+
+
+# ---- streams and training ----
+
+
+def test_images_on_the_host_give_the_same_batches_as_on_the_gpu() -> None:
+    made = spots()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    ways = [OnDevice(made, cpu), OnDevice(made, gpu, resident=True), OnDevice(made, gpu, resident=False)]
+    batches = [Shuffled(images, made.tasks[0], 8, torch.Generator().manual_seed(0)) for images in ways]
+    for _ in range(12):
+        (x, y), *others = [next(each) for each in batches]
+        for other_x, other_y in others:
+            assert other_x.is_cuda
+            assert torch.equal(other_y.cpu(), y)
+            torch.testing.assert_close(other_x.cpu(), x)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_on_the_gpu_ends_with_the_same_bits_twice_and_after_a_stop(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    made, plan = spots(), run_plan(name, model="small_cnn", deterministic=True)
+    first, again = (run_outcome(train_run(made, plan, device="cuda")) for _ in range(2))
+    assert first == again
+    steps = []
+
+    def stop(progress: Progress) -> None:
+        steps.append(progress)
+        if len(steps) == 17:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train_run(made, plan, device="cuda", folder=tmp_path, tell=stop)
+    assert run_outcome(train_run(made, plan, device="cuda", folder=tmp_path)) == first
+
+
+def test_training_does_not_wait_for_the_gpu() -> None:
+    made = spots()
+    images = OnDevice(made, torch.device("cuda"))
+    batches = Shuffled(images, made.tasks[0], 8, torch.Generator().manual_seed(0))
+    next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            next(batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

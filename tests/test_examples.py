@@ -44,6 +44,15 @@ def test_the_readmes_loop_for_all_methods() -> None:
     exec(code, names | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
 
 
+@pytest.mark.parametrize(("page", "number"), [("README.md", 2), ("docs/training.md", 0)])
+def test_the_run_of_the_documentation(page: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["record"].summary["learnt"] > 0.85
+    assert "forgetting" in capsys.readouterr().out
+
+
 def test_the_method_of_the_documentation() -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "methods.md").read_text(), re.DOTALL)[-1]
     names: dict[str, Any] = {}

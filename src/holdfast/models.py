@@ -1,9 +1,10 @@
-"""Models of the studies: the paper's convolutional network and a multilayer perceptron."""
+"""Models of the studies: the paper's convolutional network, a small one, and a multilayer perceptron."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def paper_cnn(classes: int, channels: int = 3) -> nn.Sequential:
@@ -46,3 +47,82 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
         inputs = outputs
     layers["head"] = nn.Linear(inputs, classes)
     return nn.Sequential(layers)
+
+
+def small_cnn(classes: int, channels: int = 1, size: int = 8) -> nn.Sequential:
+    """Two convolutions and a hidden layer, for images as small as 8x8. Its task head is `model.head`.
+
+    >>> sum(p.numel() for p in small_cnn(classes=10).parameters())
+    39656
+    """
+    blocks: OrderedDict[str, nn.Module] = OrderedDict()
+    inputs = channels
+    for number, outputs in enumerate((16, 32), start=1):
+        blocks[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1)
+        blocks[f"norm{number}"] = nn.GroupNorm(4, outputs)
+        blocks[f"relu{number}"] = nn.ReLU()
+        blocks[f"pool{number}"] = nn.MaxPool2d(2)
+        inputs = outputs
+    blocks["flatten"] = nn.Flatten()
+    blocks["hidden"] = nn.Linear(32 * (size // 4) ** 2, 250)
+    blocks["relu"] = nn.ReLU()
+    blocks["head"] = nn.Linear(250, classes)
+    return nn.Sequential(blocks)
+
+
+class GrowingHead(nn.Module):
+    """Outputs that are added task by task, for when it is not known in advance how many there will be.
+
+    >>> head = GrowingHead(5)
+    >>> _ = head.grow(2), head.grow(3)
+    >>> head(torch.zeros(4, 5)).shape
+    torch.Size([4, 5])
+    """
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.parts = nn.ModuleList()
+
+    def grow(self, outputs: int) -> nn.Linear:
+        """Add outputs after those there are."""
+        part = nn.Linear(self.inputs, outputs)
+        like = next(self.parameters(), None)
+        self.parts.append(part if like is None else part.to(like.device))
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+
+Shape = tuple[int, int, int]
+
+
+def _paper_cnn(shape: Shape, outputs: int) -> nn.Sequential:
+    if shape[1:] != (32, 32):
+        raise ValueError(
+            f"the paper's network is for images of 32x32, these are {shape[1]}x{shape[2]}: use small_cnn or mlp"
+        )
+    return paper_cnn(outputs, shape[0])
+
+
+def _small_cnn(shape: Shape, outputs: int) -> nn.Sequential:
+    if shape[1] != shape[2] or shape[1] < 4:
+        raise ValueError(f"small_cnn is for square images of at least 4x4, these are {shape[1]}x{shape[2]}")
+    return small_cnn(outputs, shape[0], shape[1])
+
+
+def _mlp(shape: Shape, outputs: int) -> nn.Sequential:
+    return mlp(shape[0] * shape[1] * shape[2], [100, 100, 100], outputs)
+
+
+MODELS: dict[str, Callable[[Shape, int], nn.Sequential]] = {
+    "paper_cnn": _paper_cnn,
+    "small_cnn": _small_cnn,
+    "mlp": _mlp,
+}
+
+
+def build_model(name: str, shape: Shape, outputs: int) -> nn.Sequential:
+    """A model for inputs of `shape`, by name."""
+    return MODELS[name](shape, outputs)

@@ -108,12 +108,13 @@ class LwF(Method):
         return {"weight": self.weight, "temperature": self.temperature, "heads": list(self._heads), "teacher": teacher}
 
     def _check_memory(self, memory: dict[str, Any]) -> None:
-        if memory["teacher"] is not None:
-            check_shapes(memory["teacher"], self.model.state_dict())
+        if memory["teacher"] is not None:  # whose heads may be fewer than the model's are now
+            ours = {name: value for name, value in self.model.state_dict().items() if name in memory["teacher"]}
+            check_shapes(memory["teacher"], ours)
 
     def _remember(self, memory: dict[str, Any]) -> None:
         self.weight, self.temperature, self._heads = memory["weight"], memory["temperature"], list(memory["heads"])
         self._teacher = None
         if memory["teacher"] is not None:
             self._teacher = self._copy()
-            self._teacher.load_state_dict(memory["teacher"])
+            self._teacher.load_state_dict(memory["teacher"], strict=False)

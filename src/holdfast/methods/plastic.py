@@ -27,7 +27,12 @@ class Plastic(Method):
         self.beta = number("beta", beta, above=0)
         self.rate = number("rate", rate, above=0, most=1)
         self.gain = number("gain", gain, above=0)
-        self._free = {p for module in modules_of(self.model, free, "free") for p in module.parameters()}
+        self._free_modules = modules_of(self.model, free, "free")
+
+    @property
+    def _free(self) -> set[nn.Parameter]:
+        """The parameters of the free modules, those that were added later among them."""
+        return {parameter for module in self._free_modules for parameter in module.parameters()}
 
     @property
     def importance(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ class Separate(Method):
 
     @torch.no_grad()
     def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
-        self.model.load_state_dict(self._first)
+        self.model.load_state_dict(self._first, strict=False)  # what was added since has no first state
         self.state.clear()
 
     def _memory(self) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""Checkpoints: written whole or not at all, checked when they are read, and read without executing anything.
+
+A file is a line that says what it is, a line with the digest of the rest, and the rest, which is torch's own format.
+The one before the newest is kept, so that there is always one to go back to.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MAGIC = b"holdfast checkpoint 1\n"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message is one line that names the file and says what to do."""
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` to `path`, so that at no moment there is neither the old nor the new one."""
+    payload = io.BytesIO()
+    torch.save(state, payload)
+    content = payload.getvalue()
+    try:
+        _write(path, _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; make room or choose another folder. What was saved "
+            "before is still there"
+        ) from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".writing")
+    with fresh.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        path.replace(previous(path))
+    fresh.replace(path)
+
+
+def previous(path: Path) -> Path:
+    return path.with_suffix(".previous")
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The newest checkpoint that is whole, or None if there never was one.
+
+    A damaged one is named in a warning. If none is left that is whole, that is an error: what was computed may be lost,
+    and to start anew is for the user to decide.
+    """
+    damaged = []
+    for candidate in (path, previous(path)):
+        if not candidate.exists():
+            continue
+        try:
+            state = _read(candidate)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            warnings.warn(f"{damaged[0]}; going on from the one before it, {candidate}", stacklevel=3)
+        return state
+    if damaged:
+        raise CheckpointError(f"{damaged[0]}, and there is no other: delete {path.parent} to start anew")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    digest, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
+    if not content.startswith(_MAGIC) or hashlib.sha256(payload).hexdigest().encode() != digest:
+        raise CheckpointError(f"{path} is damaged or no checkpoint")
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        raise CheckpointError(f"{path} holds more than data, so it is none of ours") from None
+    return state

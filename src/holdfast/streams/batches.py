@@ -1,0 +1,198 @@
+"""Batches of a stream's images: shuffled, cropped, mirrored and normalised on the device, in batched kernels.
+
+Everything random about a pass over a task's images is drawn at its start, on the host, from the run's own generator.
+So a pass is the same on every device, it can be taken up again in its middle, and no step waits for the host.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample, pad
+
+from holdfast.streams.tasks import Stream, Task
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Images:
+    """A stream's images on a device, or on the host if they are too many for it; `take` is the same either way."""
+
+    def __init__(self, stream: Stream, device: torch.device, *, resident: bool | None = None) -> None:
+        self.stream = stream
+        self.device = device
+        self.resident = _fits(stream.pixels, device) if resident is None else resident
+        self.pixels = stream.pixels.to(device) if self.resident else stream.pixels
+        self.labels = stream.labels.to(device)
+        shape = (1, -1, 1, 1)
+        self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
+
+        self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def take(self, places: Tensor) -> Tensor:
+        """The images at `places`, which are on the device if the images are, and else on the host.
+
+        From the host they come beside what the device is doing; `await_taken` before they are used.
+        """
+        taken = self.pixels[places]
+        if self._side is None:
+            return taken
+        with torch.cuda.stream(self._side):
+            return taken.pin_memory().to(self.device, non_blocking=True)
+
+    def await_taken(self, taken: Tensor) -> None:
+        if self._side is not None:
+            present = torch.cuda.current_stream(self.device)
+            present.wait_stream(self._side)
+            taken.record_stream(present)
+
+
+def _fits(pixels: Tensor, device: torch.device) -> bool:
+    return device.type != "cuda" or pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over some images: their order, and for each where it is cropped and if it is mirrored."""
+
+    places: Tensor
+    top: Tensor
+    left: Tensor
+    mirrored: Tensor
+
+    def __getitem__(self, part: slice) -> "Pass":
+        return Pass(self.places[part], self.top[part], self.left[part], self.mirrored[part])
+
+    def to(self, device: torch.device) -> "Pass":
+        return Pass(*(each.to(device) for each in (self.places, self.top, self.left, self.mirrored)))
+
+
+def random_pass(stream: Stream, places: Tensor, generator: torch.Generator) -> Pass:
+    """All of `places` in random order, cropped and mirrored at random."""
+    frame, count = stream.frame, len(places)
+    room = [side + 2 * frame.padding - frame.size + 1 for side in stream.pixels.shape[2:]]
+    order = torch.randperm(count, generator=generator)
+    top, left = (torch.randint(extent, (count,), generator=generator) for extent in room)
+    mirrored = torch.rand(count, generator=generator) < (0.5 if frame.mirror else 0)
+    return Pass(places[order], top, left, mirrored)
+
+
+def plain_pass(stream: Stream, places: Tensor) -> Pass:
+    """All of `places` in order, centred and as they are."""
+    frame, count = stream.frame, len(places)
+    top, left = ((side + 2 * frame.padding - frame.size) // 2 for side in stream.pixels.shape[2:])
+    return Pass(places, torch.full((count,), top), torch.full((count,), left), torch.zeros(count, dtype=torch.bool))
+
+
+def inputs(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -> Tensor:
+    """Normalised inputs of a model, [sample, channel, height, width]; `taken` are the part's images, if at hand."""
+    frame = images.stream.frame
+    taken = images.take(part.places) if taken is None else taken
+    images.await_taken(taken)
+    pixels = pad(taken, [frame.padding] * 4)
+    part = part.to(pixels.device)
+    x = (crop(pixels, part.top, part.left, part.mirrored, frame.size).float() - images.mean) / images.std
+    if task.permutation is not None:
+        x = x.flatten(2)[:, :, task.permutation.to(x.device)].view_as(x)
+    return rotate(x, task.angle) if task.angle else x
+
+
+def crop(x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, size: int) -> Tensor:
+    """Of each image the square of `size` whose corner is at `top` and `left`, mirrored where it says so."""
+    along = torch.arange(size, device=x.device)
+    rows, columns = top[:, None] + along, left[:, None] + along
+    columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    sample = torch.arange(len(x), device=x.device)[:, None, None]
+    return x.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def rotate(x: Tensor, angle: float) -> Tensor:
+    """Images turned to the left by an angle in degrees; what comes in from outside is the nearest border."""
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    turn = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], device=x.device).expand(len(x), 2, 3)
+    grid = affine_grid(turn, list(x.shape), align_corners=False)
+    return grid_sample(x, grid, padding_mode="border", align_corners=False)
+
+
+class Batches:
+    """The batches of one part of a task, centred and as they are, in an order that is always the same.
+
+    They can be iterated again and again. With `seed` they come shuffled, so that the first few are a fair sample.
+    """
+
+    def __init__(self, images: Images, task: Task, places: Tensor, size: int, *, seed: int | None = None) -> None:
+        if seed is not None:
+            places = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
+        self.images, self.task, self.size = images, task, size
+        self.whole = plain_pass(images.stream, places)
+
+    def __len__(self) -> int:
+        return -(-len(self.whole.places) // self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        whole = self.whole.to(self.images.device) if self.images.resident else self.whole
+        for start in range(0, len(whole.places), self.size):
+            part = whole[slice(start, start + self.size)]
+            yield inputs(self.images, self.task, part), self.images.labels[part.places.to(self.images.device)]
+
+
+class Shuffled:
+    """Batches for training, pass after pass without an end; it can be taken up again where it was.
+
+    A pass leaves out the last samples that do not fill a batch; they come in another pass.
+    """
+
+    def __init__(self, images: Images, task: Task, size: int, generator: torch.Generator) -> None:
+        self.images, self.task, self.generator = images, task, generator
+        self.size = min(size, len(task.train))
+        self.position = 0
+        self.began = generator.get_state()
+        self._pass: Pass | None = None
+        self._ahead: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._pass is None or self.position + self.size > len(self.task.train):
+            if self._pass is not None:
+                self.position = 0
+            self._begin()
+        assert self._pass is not None
+        part = self._pass[slice(self.position, self.position + self.size)]
+        self.position += self.size
+        x = inputs(self.images, self.task, part, self._ahead)
+        following = self._pass.places[self.position : self.position + self.size]
+        fetch = not self.images.resident and len(following) == self.size
+        self._ahead = self.images.take(following) if fetch else None
+        return x, self.images.labels[part.places.to(self.images.device)]
+
+    def _begin(self) -> None:
+        self._ahead = None
+        self.began = self.generator.get_state()
+        drawn = random_pass(self.images.stream, self.task.train, self.generator)
+        self._pass = drawn.to(self.images.device) if self.images.resident else drawn
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """Where the pass is, and the generator's state from which it was drawn."""
+        return {"position": self.position, "began": self.began, "drawn": int(self._pass is not None)}
+
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        assert isinstance(state["began"], Tensor)
+        self.generator.set_state(state["began"])
+        self.position, self._pass = 0, None
+        if state["drawn"]:
+            self._begin()
+            self.position = int(state["position"])
+
+
+class Rehearsal:
+    """Batches of a task as in training, without an end; every iteration begins anew and is the same."""
+
+    def __init__(self, images: Images, task: Task, size: int, *, seed: int) -> None:
+        self.images, self.task, self.size, self.seed = images, task, size, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        return Shuffled(self.images, self.task, self.size, torch.Generator().manual_seed(self.seed))

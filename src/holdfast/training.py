@@ -1,0 +1,446 @@
+"""One run: a model learns a stream with a method, and what came out is a record."""
+
+import dataclasses
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import holdfast
+from holdfast import checkpoint, metrics
+from holdfast.methods import METHODS, Joint, Method
+from holdfast.methods.plastic import Plastic
+from holdfast.models import MODELS, GrowingHead, build_model
+from holdfast.streams.batches import Batches, Images, Rehearsal, Shuffled
+from holdfast.streams.tasks import Stream, Task
+
+Precision = Literal["float32", "tf32", "bf16"]
+Part = Literal["test", "validation"]
+Epoch = Literal["paper", "task"]
+Heads = Literal["masked", "growing"]
+
+_LOOK_EVERY = 100  # steps between two looks at whether the loss is still finite, each of which waits for the device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides how a run on a stream turns out.
+
+    Args:
+        method: the name of a method.
+        settings: its settings, where they are not the defaults.
+        model: the name of a model.
+        seed: of the model, the order of the images and all else that is random.
+        lr: the learning rate of the optimizer, which is plain SGD as in the paper.
+        batch: images in a batch.
+        epochs: how long each task is learnt.
+        epoch: "paper": as many samples as the source has training images, whatever the size of the task; "task": as
+            many as the task has.
+        heads: "masked": one output layer for all tasks, of which the loss and the test see the task's own outputs;
+            "growing": outputs are added when a task comes. A task whose outputs are not there yet counts as guessed.
+        judged_on: "test", or "validation" to choose settings.
+        curve: steps between two points of the curves within a task; none if 0.
+        precision: of the training. "bf16" is autocast.
+        compile: whether the model is compiled.
+        deterministic: whether the same run must give the same bits on the same machine, on a GPU too.
+    """
+
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "paper_cnn"
+    seed: int = 0
+    lr: float = 0.05
+    batch: int = 512
+    epochs: float = 30
+    epoch: Epoch = "paper"
+    heads: Heads = "masked"
+    judged_on: Part = "test"
+    curve: int = 0
+    precision: Precision = "float32"
+    compile: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", METHODS), ("model", MODELS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"there is no {name} {getattr(self, name)!r}; there are {', '.join(known)}")
+        for name, choices in (("epoch", Epoch), ("heads", Heads), ("judged_on", Part), ("precision", Precision)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
+        for name in ("lr", "batch", "epochs"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+
+    def steps(self, stream: Stream, task: Task) -> int:
+        """How many steps a task is learnt for, at least one."""
+        samples = stream.epoch if self.epoch == "paper" else len(task.train)
+        return max(1, int(self.epochs * samples / min(self.batch, len(task.train))))
+
+
+@dataclass
+class Record:
+    """What came out of a run. Accuracies are between 0 and 1; the matrix is `[after task i, on task j]`."""
+
+    stream: str
+    tasks: list[str]
+    plan: dict[str, Any]
+    device: str
+    versions: dict[str, str]
+    untrained: list[float] = field(default_factory=list)
+    matrix: list[list[float]] = field(default_factory=list)
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: {"training": 0.0, "consolidating": 0.0, "judging": 0.0})
+    images: int = 0
+    peak_bytes: int = 0
+    failure: dict[str, Any] | None = None
+
+    @property
+    def summary(self) -> dict[str, float | None] | None:
+        """What is read off the matrix, if the run came to its end."""
+        if self.failure is not None or len(self.matrix) < len(self.tasks):
+            return None
+        return metrics.summarise(self.matrix, self.untrained).as_dict()
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.seconds["training"] if self.seconds["training"] else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        return {**dataclasses.asdict(self), "summary": self.summary, "images_per_second": self.images_per_second}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is."""
+
+    task: int
+    tasks: int
+    step: int
+    steps: int
+    accuracy: float | None
+    """The average over the tasks seen, when last judged."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was interrupted and can go on where it was."""
+
+
+def train(
+    stream: Stream,
+    plan: Plan,
+    *,
+    device: str | torch.device | None = None,
+    folder: Path | None = None,
+    save_every: float = 60.0,
+    tell: Callable[[Progress], None] | None = None,
+) -> Record:
+    """Learn the tasks of `stream` one after another, as `plan` says.
+
+    Args:
+        stream: the tasks.
+        plan: how they are learnt.
+        device: where; a GPU if there is one.
+        folder: where checkpoints are kept. A run that was interrupted goes on from there, and ends as if it had not
+            been.
+        save_every: seconds between two checkpoints.
+        tell: is called after every step with where the run is.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cuda = [where] if where.type == "cuda" else []
+    with torch.random.fork_rng(cuda), _numerics(plan), _interruptible() as interrupted:
+        run = _Run(stream, plan, where)
+        path = None if folder is None else folder / "checkpoint.pt"
+        if path is not None and (state := checkpoint.load(path)) is not None:
+            run.load_state_dict(state, path)
+        elif path is not None:
+            checkpoint.save(path, run.state_dict())  # at once, so that a folder that cannot be written to is found now
+        saved = time.monotonic()
+        for progress in run:
+            if tell is not None:
+                tell(progress)
+            if path is not None and (interrupted.is_set() or time.monotonic() - saved >= save_every):
+                checkpoint.save(path, run.state_dict())
+                saved = time.monotonic()
+            if interrupted.is_set():
+                raise Interrupted(
+                    f"interrupted; to go on, run the same again with {folder}" if folder else "interrupted"
+                )
+        if path is not None:
+            checkpoint.save(path, run.state_dict())
+        return run.record
+
+
+class _Run:
+    """The state of a run. Iterating takes one step at a time, from wherever it is."""
+
+    def __init__(self, stream: Stream, plan: Plan, device: torch.device) -> None:
+        self.stream, self.plan, self.device = stream, plan, device
+        torch.manual_seed(plan.seed)
+        self.images = Images(stream, device)
+        self.model = build_model(plan.model, stream.shape, stream.outputs).to(device)
+        self.growing: GrowingHead | None = None
+        if plan.heads == "growing":
+            assert isinstance(self.model.head, nn.Linear)
+            self.model.head = self.growing = GrowingHead(self.model.head.in_features)
+            self.growing.grow(len(stream.tasks[0].active)).to(device)
+        self.method = self._build_method()
+        self.loss_of = torch.compile(self._loss) if plan.compile else self._loss
+        self.generator = torch.Generator().manual_seed(plan.seed)
+        self.nodes = self._nodes()
+        self.active = [torch.tensor(nodes, device=device) for nodes in self.nodes]
+        self.task, self.step = 0, 0
+        self.batches = self._batches()
+        self.not_finite = torch.full((), -1, device=device)
+        names = [task.name for task in stream.tasks]
+        self.record = Record(stream.name, names, dataclasses.asdict(plan), _name_of(device), _versions())
+
+    def _build_method(self) -> Method:
+        kind = METHODS[self.plan.method]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.plan.lr)
+        settings = dict(self.plan.settings)
+        if issubclass(kind, Plastic):
+            settings["free"] = [self.model.head]
+        if kind is holdfast.NPC and self.plan.compile:
+            settings["sample"] = torch.zeros(2, *self.stream.shape, device=self.device)
+        try:
+            return kind(self.model, optimizer, **settings)
+        except TypeError as error:
+            raise ValueError(f"settings of {self.plan.method}: {error}") from error
+
+    def _nodes(self) -> list[tuple[int, ...]]:
+        """The output nodes of each task."""
+        if self.growing is None:
+            return [task.active for task in self.stream.tasks]
+        ends = list(accumulate(len(task.active) for task in self.stream.tasks))
+        return [tuple(range(end - len(task.active), end)) for end, task in zip(ends, self.stream.tasks, strict=True)]
+
+    def _grow(self) -> None:
+        """Make the outputs of the task that is coming."""
+        if self.growing is not None:
+            part = self.growing.grow(len(self.nodes[len(self.growing.parts)]))
+            self.method.add_param_group({"params": list(part.parameters())})
+
+    def _batches(self) -> Shuffled:
+        return Shuffled(self.images, self.stream.tasks[self.task], self.plan.batch, self.generator)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.plan.precision == "bf16" else nullcontext()
+
+    def _loss(self, x: Tensor, y: Tensor, active: Tensor) -> Tensor:
+        with self._autocast():
+            outputs = self.model(x)
+        return cross_entropy(outputs.float().index_select(1, active), y)
+
+    # ---- learning ----
+
+    def __iter__(self) -> Iterator[Progress]:
+        if not self.record.untrained:
+            self.record.untrained = self._judge()
+        accuracy = None
+        while self.task < len(self.stream.tasks) and self.record.failure is None:
+            steps = self.plan.steps(self.stream, self.stream.tasks[self.task])
+            while self.step < steps and self.record.failure is None:
+                self._learn(last=self.step + 1 == steps)
+                if self.plan.curve and self.step % self.plan.curve == 0 and self.record.failure is None:
+                    accuracy = self._mark()
+                yield Progress(self.task, len(self.stream.tasks), self.step, steps, accuracy)
+            if self.record.failure is None:
+                accuracy = self._finish_task()
+                yield Progress(self.task, len(self.stream.tasks), 0, steps, accuracy)
+        self.record.peak_bytes = _peak(self.device)
+
+    def _learn(self, *, last: bool) -> None:
+        began = time.monotonic()
+        x, y = next(self.batches)
+        try:
+            loss = self.loss_of(x, y, self.active[self.task]) + self.method.penalty()
+        except FloatingPointError as error:
+            self._fail(self.step, str(error))
+            return
+        self.method.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.method.step()
+        bad = (self.not_finite < 0) & ~loss.detach().isfinite()
+        self.not_finite = torch.where(bad, self.step, self.not_finite)
+        self.step += 1
+        self.record.images += len(y)
+        if last or self.step % _LOOK_EVERY == 0:
+            where = int(self.not_finite)
+            if where >= 0:
+                self._fail(where, "the loss was not finite: try a smaller learning rate")
+        self.record.seconds["training"] += time.monotonic() - began
+
+    def _fail(self, step: int, why: str) -> None:
+        self.record.failure = {"task": self.task, "step": step, "why": why}
+
+    def _mark(self) -> float:
+        accuracies = self._judge(self.task + 1)
+        self.record.curves.append({"task": self.task, "step": self.step, "accuracy": accuracies})
+        return sum(accuracies) / len(accuracies)
+
+    def _finish_task(self) -> float:
+        self.record.matrix.append(self._judge())
+        self._consolidate(self.task)
+        accuracies = self.record.matrix[-1][: self.task + 1]
+        self.task, self.step = self.task + 1, 0
+        if self.task < len(self.stream.tasks):
+            self._grow()
+            self.batches = self._batches()
+        return sum(accuracies) / len(accuracies)
+
+    def _consolidate(self, number: int) -> None:
+        began = time.monotonic()
+        task, seed = self.stream.tasks[number], self.plan.seed
+        batches: Any = Batches(self.images, task, task.train, self.plan.batch, seed=seed)
+        if isinstance(self.method, Joint):
+            batches = Rehearsal(self.images, task, self.plan.batch, seed=seed)
+        self.method.consolidate(batches, self.nodes[number])
+        self.record.seconds["consolidating"] += time.monotonic() - began
+
+    # ---- judging ----
+
+    @torch.no_grad()
+    def _judge(self, tasks: int | None = None) -> list[float]:
+        """The accuracy on the first tasks, or on all of them."""
+        began = time.monotonic()
+        if self.device.type == "cuda":  # what is waited for here is still training
+            torch.cuda.synchronize(self.device)
+            self.record.seconds["training"] += time.monotonic() - began
+            began = time.monotonic()
+        self.model.eval()
+        found = [self._accuracy(number) for number in range(len(self.stream.tasks))[:tasks]]
+        self.model.train()
+        self.record.seconds["judging"] += time.monotonic() - began
+        return found
+
+    def _accuracy(self, number: int) -> float:
+        task = self.stream.tasks[number]
+        places = task.test if self.plan.judged_on == "test" else task.validation
+        if self.growing is not None and number >= len(self.growing.parts):
+            return 1 / len(task.active)
+        if len(places) == 0:
+            raise ValueError(f"task {number + 1} has no {self.plan.judged_on} images")
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        for x, y in Batches(self.images, task, places, 1000):
+            with self._autocast():
+                outputs = self.model(x)
+            right += (outputs.index_select(1, self.active[number]).argmax(1) == y).sum()
+        return int(right) / len(places)
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "run": self._identity(),
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "batches": self.batches.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_of_gpu": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "task": self.task,
+            "step": self.step,
+            "not_finite": int(self.not_finite),
+            "record": dataclasses.asdict(self.record),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        stream = {"stream": self.stream.name, "images": len(self.stream.labels), "tasks": len(self.stream.tasks)}
+        return {**stream, **dataclasses.asdict(self.plan)}
+
+    def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
+        theirs, ours = state["run"], self._identity()
+        for name in ours:
+            if theirs.get(name) != ours[name]:
+                raise checkpoint.CheckpointError(
+                    f"{path} belongs to another run, with {name} {theirs.get(name)!r} and not {ours[name]!r}: use "
+                    "another folder, or delete this one"
+                )
+        self.task, self.step = state["task"], state["step"]
+        for _ in range(min(self.task, len(self.stream.tasks) - 1)):
+            self._grow()
+        if isinstance(self.method, Joint):  # whose data are in no state
+            for number in range(self.task):
+                self._consolidate(number)
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+        if self.task < len(self.stream.tasks):
+            self.batches = self._batches()
+        self.batches.load_state_dict(state["batches"])
+        torch.set_rng_state(state["random"])
+        if self.device.type == "cuda" and state["random_of_gpu"] is not None:
+            torch.cuda.set_rng_state(state["random_of_gpu"], self.device)
+        self.not_finite.fill_(state["not_finite"])
+        self.record = Record(**state["record"])
+
+
+@contextmanager
+def _numerics(plan: Plan) -> Iterator[None]:
+    """The precision and the determinism that a plan asks for, and afterwards what was before."""
+    precision = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    exact = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = plan.precision == "tf32"
+    if plan.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which a GPU refuses
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.use_deterministic_algorithms(exact[0])
+        torch.backends.cudnn.benchmark = exact[1]
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that is set by the first Ctrl-C, which so waits for the end of a step; the second one does not wait."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(*_: Any) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _peak(device: torch.device) -> int:
+    """The most memory that was in use: of the GPU by this process, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
+def _versions() -> dict[str, str]:
+    return {"holdfast": holdfast.__version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -1,0 +1,320 @@
+"""Tasks and batches on images that say themselves what they are."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+
+from holdfast import streams
+from holdfast.streams import build_stream
+from holdfast.streams.batches import Batches, Rehearsal, Shuffled, crop, inputs, plain_pass, random_pass, rotate
+from holdfast.streams.batches import Images as OnDevice
+from holdfast.streams.sources import Images, Source
+from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
+
+CPU = torch.device("cpu")
+
+
+def source(classes: int = 6, each: int = 10, side: int = 6, channels: int = 2) -> Source:
+    """Images of which the first pixel is the class, the second the number within the class, the third the part."""
+
+    def part(number: int, count: int) -> Images:
+        labels = torch.arange(classes).repeat_interleave(count)
+        pixels = torch.randint(256, (len(labels), channels, side, side), dtype=torch.uint8)
+        pixels[:, 0, 0, 0] = labels.to(torch.uint8)
+        pixels[:, 0, 0, 1] = torch.arange(count).repeat(classes).to(torch.uint8)
+        pixels[:, 0, 0, 2] = number
+        return Images(pixels, labels)
+
+    return Source("toy", part(0, each), part(1, 4), tuple(f"class {c}" for c in range(classes)))
+
+
+FRAME = Frame(6)
+
+
+def classes_at(stream: Stream, places: Tensor) -> list[int]:
+    return stream.pixels[places, 0, 0, 0].tolist()
+
+
+# ---- tasks ----
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 3), st.one_of(st.none(), st.integers(0, 99)), st.floats(0, 0.6), st.integers(0, 9))
+def test_a_split_puts_every_image_where_it_belongs(per_task: int, order: int | None, share: float, seed: int) -> None:
+    stream = split(source(), FRAME, per_task=per_task, order=order, validation=share, seed=seed)
+    assert len(stream.tasks) == 6 // per_task
+    assert sorted(c for task in stream.tasks for c in task.active) == list(range(6))
+    for task in stream.tasks:
+        parts = task.train, task.validation, task.test
+        for number, places in enumerate(parts):
+            for c in set(classes_at(stream, places)):
+                assert c in task.active
+            assert set(stream.pixels[places, 0, 0, 2].tolist()) <= {0 if number < 2 else 1}
+            expected = [task.active.index(c) for c in classes_at(stream, places)]
+            assert stream.labels[places].tolist() == expected  # labels count within the task
+        assert len(task.validation) == per_task * round(share * 10)
+        assert len(task.train) + len(task.validation) == per_task * 10
+        assert len(task.test) == per_task * 4
+        assert set(task.train.tolist()).isdisjoint(task.validation.tolist())
+    assert stream.outputs == 6
+    assert stream.epoch == 60
+
+
+def test_validation_images_of_a_class_do_not_depend_on_its_task() -> None:
+    one = split(source(), FRAME, per_task=2, seed=3)
+    other = split(source(), FRAME, per_task=3, order=[5, 4, 3, 2, 1, 0], seed=3)
+    assert {i for t in one.tasks for i in t.validation.tolist()} == {
+        i for t in other.tasks for i in t.validation.tolist()
+    }
+    another = split(source(each=40), FRAME, per_task=2, seed=4)
+    assert not torch.equal(another.tasks[0].validation, split(source(each=40), FRAME, per_task=2).tasks[0].validation)
+
+
+def test_an_order_as_given_and_the_first_tasks() -> None:
+    stream = split(source(), FRAME, per_task=2, order=[4, 1, 0, 5], tasks=2)
+    assert [task.active for task in stream.tasks] == [(4, 1), (0, 5)]
+    assert [task.name for task in stream.tasks] == ["class 4, class 1", "class 0, class 5"]
+    assert [task.active for task in stream.first(1).tasks] == [(4, 1)]
+    with pytest.raises(ValueError, match="has 2 tasks, so the first 3 cannot be taken"):
+        stream.first(3)
+
+
+def test_permuted_and_rotated_streams_share_all_classes() -> None:
+    stream = permuted(source(), FRAME, tasks=3)
+    assert [task.active for task in stream.tasks] == [tuple(range(6))] * 3
+    assert stream.tasks[0].permutation is None
+    first, second = stream.tasks[1].permutation, stream.tasks[2].permutation
+    assert first is not None
+    assert second is not None
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(36))
+    assert not torch.equal(first, second)
+    turned = rotated(source(), FRAME, angles=[0, 45])
+    assert [task.angle for task in turned.tasks] == [0, 45]
+    assert [task.name for task in turned.tasks] == ["0 degrees", "45 degrees"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"per_task": 4, "tasks": 2}, "toy has 6 classes, which do not make 2 tasks of 4"),
+        ({"per_task": 1}, "a task needs two"),
+        ({"per_task": 7}, "do not make 0 tasks of 7"),
+        ({"per_task": 2, "order": [0, 0]}, "order must name classes from 0 to 5, each once"),
+        ({"per_task": 2, "order": [0, 6]}, r"got \[0, 6\]"),
+        ({"per_task": 2, "validation": 1.0}, "at least 0 and below 1; got 1.0"),
+    ],
+)
+def test_splits_that_cannot_be_made(knobs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split(source(), FRAME, **knobs)
+
+
+def test_images_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="a frame of 9 does not fit into images of 8, padding included"):
+        split(source(), Frame(9, padding=1), per_task=2)
+    few = source()
+    few = Source("few", few.train, Images(few.test.pixels[:4], few.test.labels[:4]), few.classes)
+    with pytest.raises(ValueError, match="class 'class 1' of few has too few images: 10 and 0"):
+        split(few, FRAME, per_task=2)
+
+
+# ---- from images to inputs ----
+
+
+def by_hand(stream: Stream, place: int, top: int, left: int, mirrored: bool) -> Tensor:
+    """One input in plain loops."""
+    image, frame = stream.pixels[place], stream.frame
+    result = torch.zeros(stream.shape)
+    for c in range(image.shape[0]):
+        for i in range(frame.size):
+            for j in range(frame.size):
+                y, x = top + i - frame.padding, left + (frame.size - 1 - j if mirrored else j) - frame.padding
+                inside = 0 <= y < image.shape[1] and 0 <= x < image.shape[2]
+                value = image[c, y, x].item() / 255 if inside else 0.0
+                result[c, i, j] = (value - stream.mean[c]) / stream.std[c]
+    return result
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([Frame(6), Frame(6, 2), Frame(5, 1, True), Frame(8, 1, True)]), st.integers(0, 99))
+def test_crop_mirror_and_normalise_as_in_plain_loops(frame: Frame, seed: int) -> None:
+    torch.manual_seed(seed)
+    stream = split(source(each=3), frame, per_task=2)
+    task = stream.tasks[1]
+    drawn = random_pass(stream, task.train, torch.Generator().manual_seed(seed))
+    found = inputs(OnDevice(stream, CPU), task, drawn)
+    for i in range(len(found)):
+        expected = by_hand(
+            stream, *(int(each[i]) for each in (drawn.places, drawn.top, drawn.left)), bool(drawn.mirrored[i])
+        )
+        torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_at_test_images_are_centred_and_in_order() -> None:
+    """As in the paper: 28x28 padded by 4 and cropped to 32x32, so that two pixels of border are left on each side."""
+    stream = split(source(side=28, channels=1), Frame(32, padding=4, mirror=True), per_task=2)
+    part = plain_pass(stream, stream.tasks[0].test)
+    assert torch.equal(part.places, stream.tasks[0].test)
+    x = inputs(OnDevice(stream, CPU), stream.tasks[0], part) * stream.std[0] + stream.mean[0]
+    torch.testing.assert_close(x[:, :, 2:30, 2:30] * 255, stream.pixels[part.places].float(), rtol=1e-4, atol=1e-2)
+    assert x[:, :, :2].abs().max() < 1e-5
+
+
+def test_random_crops_reach_every_place_and_half_are_mirrored() -> None:
+    stream = split(source(classes=2, each=800, side=4), Frame(4, padding=2, mirror=True), per_task=2, validation=0)
+    drawn = random_pass(stream, stream.tasks[0].train, torch.Generator().manual_seed(0))
+    assert drawn.top.unique().tolist() == drawn.left.unique().tolist() == [0, 1, 2, 3, 4]
+    assert 0.45 < drawn.mirrored.float().mean() < 0.55
+    assert sorted(drawn.places.tolist()) == sorted(stream.tasks[0].train.tolist())
+    assert not random_pass(split(source(), FRAME, per_task=2), torch.arange(9), torch.Generator()).mirrored.any()
+
+
+def test_a_permutation_moves_pixels_of_all_channels_alike() -> None:
+    stream = permuted(source(), FRAME, tasks=2)
+    task, images = stream.tasks[1], OnDevice(stream, CPU)
+    part = plain_pass(stream, task.test)
+    plain, moved = inputs(images, stream.tasks[0], part), inputs(images, task, part)
+    assert task.permutation is not None
+    for to, origin in enumerate(task.permutation.tolist()):
+        assert torch.equal(moved.flatten(2)[:, :, to], plain.flatten(2)[:, :, origin])
+
+
+def test_a_quarter_turn_to_the_left() -> None:
+    x = torch.rand(3, 2, 5, 5)
+    torch.testing.assert_close(rotate(x, 90), torch.rot90(x, 1, (2, 3)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rotate(x, 360), x, rtol=1e-4, atol=1e-5)
+
+
+def test_crop_takes_the_corner_it_is_told() -> None:
+    x = torch.arange(16).view(1, 1, 4, 4)
+    one = torch.tensor([1])
+    assert crop(x, one, one, torch.tensor([False]), 2).flatten().tolist() == [5, 6, 9, 10]
+    assert crop(x, one, one, torch.tensor([True]), 2).flatten().tolist() == [6, 5, 10, 9]
+
+
+# ---- batches ----
+
+
+def stream_of(frame: Frame = FRAME) -> Stream:
+    return split(source(), frame, per_task=3)
+
+
+def test_a_pass_takes_every_image_once_and_leaves_out_what_fills_no_batch() -> None:
+    stream = stream_of()
+    task = stream.tasks[0]  # 27 training images
+    batches = Shuffled(OnDevice(stream, CPU), task, 5, torch.Generator().manual_seed(0))
+    for _ in range(3):
+        seen = []
+        for _ in range(5):
+            x, y = next(batches)
+            assert x.shape == (5, 2, 6, 6)
+            first = (x[:, 0, 0, 0] * stream.std[0] + stream.mean[0]) * 255
+            assert [task.active[int(label)] for label in y] == first.round().int().tolist()
+            second = (x[:, 0, 0, 1] * stream.std[0] + stream.mean[0]) * 255
+            seen += list(zip(first.round().int().tolist(), second.round().int().tolist(), strict=True))
+        assert len(set(seen)) == 25
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 13), st.integers(0, 9))
+def test_training_batches_go_on_where_they_were(stop: int, seed: int) -> None:
+    stream = stream_of(Frame(6, 2, True))
+    images = OnDevice(stream, CPU)
+    whole = Shuffled(images, stream.tasks[1], 8, torch.Generator().manual_seed(seed))
+    expected = [next(whole) for _ in range(stop + 7)][stop:]
+    first = Shuffled(images, stream.tasks[1], 8, torch.Generator().manual_seed(seed))
+    for _ in range(stop):
+        next(first)
+    again = Shuffled(images, stream.tasks[1], 8, torch.Generator().manual_seed(99))
+    again.load_state_dict(first.state_dict())
+    for x, y in expected:
+        found = next(again)
+        assert torch.equal(found[0], x)
+        assert torch.equal(found[1], y)
+
+
+def test_a_batch_is_never_larger_than_the_task() -> None:
+    stream = stream_of()
+    x, _ = next(Shuffled(OnDevice(stream, CPU), stream.tasks[0], 512, torch.Generator()))
+    assert len(x) == 27
+
+
+def test_images_on_the_host_give_the_same_batches() -> None:
+    stream = stream_of(Frame(6, 2, True))
+    here, there = (OnDevice(stream, CPU, resident=resident) for resident in (True, False))
+    assert here.resident
+    assert not there.resident
+    ours, theirs = (Shuffled(images, stream.tasks[0], 8, torch.Generator().manual_seed(0)) for images in (here, there))
+    for _ in range(7):
+        for one, other in zip(next(ours), next(theirs), strict=True):
+            assert torch.equal(one, other)
+    for mine, yours in zip(*(Batches(i, stream.tasks[0], stream.tasks[0].test, 5) for i in (here, there)), strict=True):
+        assert torch.equal(mine[0], yours[0])
+
+
+def test_batches_to_look_back_on() -> None:
+    stream = stream_of()
+    task, images = stream.tasks[0], OnDevice(stream, CPU)
+    batches = Batches(images, task, task.train, 10, seed=1)
+    assert len(batches) == 3
+    rounds = [torch.cat([y for _, y in batches]) for _ in range(2)]
+    assert torch.equal(*rounds)
+    assert not torch.equal(rounds[0], torch.cat([y for _, y in Batches(images, task, task.train, 10)]))
+    rehearsal = Rehearsal(images, task, 10, seed=1)
+    assert iter(rehearsal) is not rehearsal
+    first, again = (next(iter(rehearsal)) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+
+
+# ---- streams by name ----
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tasks", "active"),
+    [
+        ("digits", (1, 8, 8), 5, (2, 3)),
+        ("imnist", (1, 32, 32), 5, (2, 3)),
+        ("icifar100", (3, 32, 32), 10, tuple(range(10, 20))),
+        ("pmnist", (1, 32, 32), 10, tuple(range(10))),
+        ("rmnist", (1, 32, 32), 10, tuple(range(10))),
+    ],
+)
+def test_streams_by_name(
+    name: str, shape: tuple[int, int, int], tasks: int, active: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = {
+        "digits": source(10, 5, 8, 1),
+        "mnist": source(10, 5, 28, 1),
+        "cifar100": source(100, 5, 32, 3),
+    }
+    monkeypatch.setattr(streams, "load", lambda origin, data: like[origin])
+    stream = build_stream(name)
+    assert stream.shape == shape
+    assert len(stream.tasks) == tasks
+    assert stream.tasks[1].active == active
+    x, y = next(Shuffled(OnDevice(stream, CPU), stream.tasks[1], 4, torch.Generator()))
+    assert x.shape == (4, *shape)
+    assert y.max() < len(active)
+    assert len(build_stream(name, tasks=2).tasks) == 2
+    assert stream.frame.mirror == (name == "icifar100")  # a digit in a mirror is another sign
+
+
+def test_a_stream_of_a_folder(tmp_path: Path) -> None:
+    for name in "abcd":
+        for i in range(5):
+            file = tmp_path / name / f"{i}.png"
+            file.parent.mkdir(exist_ok=True)
+            Image.new("RGB", (20 + i, 24), (60 * i, 10, 200)).save(file)
+    stream = build_stream(f"folder:{tmp_path}?size=16")
+    assert stream.shape == (3, 16, 16)
+    assert [task.name for task in stream.tasks] == ["a, b", "c, d"]
+
+
+def test_an_unknown_stream() -> None:
+    with pytest.raises(ValueError, match=r"there is no stream 'imnst'; there are digits, imnist, .* and folder:PATH"):
+        build_stream("imnst")

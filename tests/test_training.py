@@ -1,0 +1,270 @@
+"""Runs: what they record, that they go on after being killed, and what they say when they cannot."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import training
+from holdfast.checkpoint import CheckpointError
+from holdfast.methods import METHODS
+from holdfast.streams.sources import Images, Source
+from holdfast.streams.tasks import Frame, Stream, split
+from holdfast.training import Interrupted, Plan, Progress, Record, train
+
+
+def stream(classes: int = 6, each: int = 20, validation: float = 0.2) -> Stream:
+    """Noise with a bright spot in another place for each class: easy to learn, and forgotten when the spots change."""
+    generator = torch.Generator().manual_seed(0)
+
+    def part(count: int) -> Images:
+        labels = torch.arange(classes).repeat_interleave(count)
+        pixels = torch.randint(0, 120, (len(labels), 1, 8, 8), dtype=torch.uint8, generator=generator)
+        for c in range(classes):
+            pixels[labels == c, 0, c, c % 8] = 255
+        return Images(pixels, labels)
+
+    names = tuple(str(c) for c in range(classes))
+    return split(Source("spots", part(each), part(10), names), Frame(8, padding=1), per_task=2, validation=validation)
+
+
+def plan(method: str = "finetune", **knobs: Any) -> Plan:
+    return Plan(method, **{"model": "mlp", "batch": 8, "epochs": 3, "epoch": "task", "lr": 0.1, **knobs})
+
+
+def outcome(record: Record) -> dict[str, Any]:
+    """What must not depend on how often a run was interrupted, or on how long it took."""
+    return {k: v for k, v in record.as_dict().items() if k not in ("seconds", "images_per_second", "peak_bytes")}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_says_what_happened(method: str) -> None:
+    record = train(stream(), plan(method, curve=2), device="cpu")
+    assert [len(row) for row in record.matrix] == [3, 3, 3]
+    assert all(0 <= value <= 1 for row in record.matrix for value in row)
+    steps = 3 * 32 // 8
+    assert [(c["task"], c["step"]) for c in record.curves] == [(t, s) for t in range(3) for s in range(2, steps + 1, 2)]
+    assert [len(c["accuracy"]) for c in record.curves] == [c["task"] + 1 for c in record.curves]
+    assert record.images == 3 * steps * 8
+    assert record.seconds["training"] > 0
+    assert record.summary is not None
+    assert record.plan["method"] == method
+    json.dumps(record.as_dict())
+
+
+def test_tasks_are_learnt_and_forgotten() -> None:
+    learnt = train(stream(each=60), plan(epochs=30), device="cpu")
+    assert learnt.summary is not None
+    assert learnt.summary["learnt"] > 0.95
+    assert sum(learnt.untrained) / 3 < 0.8
+    joint = train(stream(each=60), plan("joint", epochs=30), device="cpu")
+    assert joint.summary is not None
+    assert joint.summary["final"] > 0.9
+
+
+def test_the_same_plan_gives_the_same_bits_and_another_seed_others() -> None:
+    first, again, other = (outcome(train(stream(), plan("npc", seed=s), device="cpu")) for s in (1, 1, 2))
+    assert first == again
+    assert first["matrix"] != other["matrix"] or first["untrained"] != other["untrained"]
+
+
+def test_a_run_leaves_the_random_numbers_of_others_alone() -> None:
+    state = torch.get_rng_state()
+    train(stream(), plan(), device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_papers_epoch_and_an_ordinary_one() -> None:
+    made = stream()  # 120 training images in all, 32 for training in each task
+    assert plan(epoch="paper", epochs=2, batch=8).steps(made, made.tasks[0]) == 2 * 120 // 8
+    assert plan(epoch="task", epochs=2, batch=8).steps(made, made.tasks[0]) == 2 * 32 // 8
+    assert plan(epochs=0.001).steps(made, made.tasks[0]) == 1
+
+
+def test_validation_images_instead_of_test_images() -> None:
+    made = stream()
+    judged = train(made, plan(judged_on="validation", epochs=30), device="cpu")
+    assert all((value * 8) % 1 == 0 for value in judged.matrix[-1])  # 8 validation images in a task, 20 for the test
+    with pytest.raises(ValueError, match="task 1 has no validation images"):
+        train(stream(validation=0), plan(judged_on="validation"), device="cpu")
+
+
+# ---- going on ----
+
+
+@pytest.mark.parametrize("heads", ["masked", "growing"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str, tmp_path: Path) -> None:
+    """Stopped by Ctrl-C, again and again, with random crops."""
+    made, how = stream(), plan(method, curve=5, model="small_cnn", heads=heads)
+    whole = outcome(train(made, how, device="cpu"))
+    seen, said = [], ""
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) % 5 == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    for _ in range(20):
+        try:
+            record = train(made, how, device="cpu", folder=tmp_path, tell=stop)
+            break
+        except Interrupted as error:
+            said = str(error)
+    assert f"to go on, run the same again with {tmp_path}" in said
+    assert len(seen) > 20
+    assert outcome(record) == whole
+
+
+def run_to_its_end(method: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    record = train(stream(), plan(method, curve=3, epochs=6), device="cpu", folder=folder, save_every=0)
+    (folder / "record.json").write_text(json.dumps(outcome(record)))
+
+
+@pytest.mark.parametrize("method", ["npc", "joint"])
+def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
+    whole = json.loads(json.dumps(outcome(train(stream(), plan(method, curve=3, epochs=6), device="cpu"))))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["holdfast.training"])
+    moments, kills = random.Random(1), 0
+    while not (tmp_path / "record.json").exists():
+        before = _stamp(tmp_path)
+        process = context.Process(target=run_to_its_end, args=(method, tmp_path))
+        process.start()
+        while process.is_alive() and _stamp(tmp_path) == before:
+            time.sleep(0.001)  # until it has come to learning, whatever that takes
+        process.join(moments.random() * 0.05)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            kills += 1
+        assert process.exitcode in (0, -signal.SIGKILL)
+        process.close()
+    assert kills > 5
+    assert json.loads((tmp_path / "record.json").read_text()) == whole
+
+
+def _stamp(folder: Path) -> int:
+    try:
+        return (folder / "checkpoint.pt").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    first = train(stream(), plan(), device="cpu", folder=tmp_path)
+    told: list[Progress] = []
+    again = train(stream(), plan(), device="cpu", folder=tmp_path, tell=told.append)
+    assert again.as_dict() == first.as_dict()
+    assert not told
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    train(stream(), plan(lr=0.1), device="cpu", folder=tmp_path)
+    with pytest.raises(CheckpointError, match=r"belongs to another run, with lr 0\.1 and not 0\.2: use another folder"):
+        train(stream(), plan(lr=0.2), device="cpu", folder=tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
+    made, how = stream(), plan("ewc")
+    whole = outcome(train(made, how, device="cpu", folder=tmp_path, save_every=0))
+    newest = tmp_path / "checkpoint.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"checkpoint\.pt is damaged"):
+        assert outcome(train(made, how, device="cpu", folder=tmp_path)) == whole
+
+
+def test_growing_heads_learn_as_masked_ones_do() -> None:
+    made = stream(each=60)
+    record = train(made, plan("ewc", heads="growing", epochs=30), device="cpu")
+    assert record.summary is not None
+    assert record.summary["learnt"] > 0.9
+    assert record.matrix[0][1:] == [0.5, 0.5]  # guessed: there are no outputs for these tasks yet
+    assert record.untrained[1:] == [0.5, 0.5]
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to_is_found_before_anything_is_computed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    told: list[Progress] = []
+    with pytest.raises(CheckpointError, match=r"cannot write .*: Permission denied"):
+        train(stream(), plan(), device="cpu", folder=tmp_path / "run", tell=told.append)
+    assert not told
+
+
+def test_a_path_that_is_no_folder_is_found_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    told: list[Progress] = []
+    with pytest.raises(CheckpointError, match=r"cannot write .*run/checkpoint\.pt: .*(exists|Not a directory)"):
+        train(stream(), plan(), device="cpu", folder=tmp_path / "run", tell=told.append)
+    assert not told
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_record_of_it() -> None:
+    record = train(stream(), plan(lr=1e30, epochs=3), device="cpu")
+    assert record.failure is not None
+    assert record.failure["task"] == 0
+    assert 0 < record.failure["step"] < 5
+    assert "the loss was not finite" in record.failure["why"]
+    assert record.summary is None
+    json.dumps(record.as_dict())
+
+
+def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
+    record = train(stream(), plan("mas", settings={"strength": 1e6, "penalty": "loss"}, epochs=20), device="cpu")
+    assert record.failure is not None
+    assert record.failure["task"] == 1
+    assert 'use penalty="proximal"' in record.failure["why"]
+    assert len(record.matrix) == 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"method": "magic"}, "there is no method 'magic'; there are npc, cpc, ewc"),
+        ({"model": "resnet"}, "there is no model 'resnet'; there are paper_cnn"),
+        ({"lr": 0}, "lr must be above 0, got 0"),
+        ({"epoch": "week"}, "epoch must be one of paper, task; got 'week'"),
+        ({"precision": "fp4"}, "precision must be one of float32, tf32, bf16; got 'fp4'"),
+    ],
+)
+def test_plans_that_cannot_be(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**knobs)
+
+
+def test_settings_that_a_method_does_not_have() -> None:
+    with pytest.raises(ValueError, match=r"settings of ewc: .*unexpected keyword argument 'beta'"):
+        train(stream(), plan("ewc", settings={"beta": 1}), device="cpu")
+    with pytest.raises(ValueError, match="the paper's network is for images of 32x32, these are 8x8"):
+        train(stream(), plan(model="paper_cnn"), device="cpu")
+
+
+def test_bf16_and_determinism() -> None:
+    record = train(stream(each=60), plan("npc", precision="bf16", deterministic=True, epochs=30), device="cpu")
+    assert record.summary is not None
+    assert record.summary["learnt"] > 0.7
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    compiler = torch.compile
+    monkeypatch.setattr(training.torch, "compile", lambda f: compiler(f, backend="aot_eager"))
+    for method in ("npc", "lwf"):
+        plain = train(stream(), plan(method), device="cpu")
+        compiled = train(stream(), plan(method, compile=True), device="cpu")
+        assert compiled.failure is None
+        assert abs(plain.summary["final"] - compiled.summary["final"]) < 0.1
