@@ -16,7 +16,7 @@ def _imnist(source: Source) -> Stream:
 
 
 def _icifar100(source: Source) -> Stream:
-    return split(source, Frame(32, padding=4, mirror=True), per_task=10)
+    return split(source, Frame(32, padding=4, mirror=True, fill="mean"), per_task=10)
 
 
 def _pmnist(source: Source) -> Stream:

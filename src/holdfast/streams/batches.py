@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import affine_grid, grid_sample, pad
+from torch.nn.functional import affine_grid, grid_sample
 
 from holdfast.streams.tasks import Stream, Task
 
@@ -28,6 +28,7 @@ class Images:
         self.labels = stream.labels.to(device)
         shape = (1, -1, 1, 1)
         self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
+        self.fill = (self.mean if stream.frame.fill == "mean" else 0 * self.mean).round().to(torch.uint8)
 
         self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -91,12 +92,20 @@ def inputs(images: Images, task: Task, part: Pass, taken: Tensor | None = None) 
     frame = images.stream.frame
     taken = images.take(part.places) if taken is None else taken
     images.await_taken(taken)
-    pixels = pad(taken, [frame.padding] * 4)
+    pixels = padded(taken, images.fill, frame.padding)
     part = part.to(pixels.device)
     x = (crop(pixels, part.top, part.left, part.mirrored, frame.size).float() - images.mean) / images.std
     if task.permutation is not None:
         x = x.flatten(2)[:, :, task.permutation.to(x.device)].view_as(x)
     return rotate(x, task.angle) if task.angle else x
+
+
+def padded(pixels: Tensor, fill: Tensor, padding: int) -> Tensor:
+    """Images with a border of this width and colour."""
+    count, channels, height, width = pixels.shape
+    canvas = fill.expand(count, channels, height + 2 * padding, width + 2 * padding).clone()
+    canvas[:, :, padding : padding + height, padding : padding + width] = pixels
+    return canvas
 
 
 def crop(x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class Frame:
     size: int
     padding: int = 0
     mirror: bool = False
+    fill: Literal["black", "mean"] = "black"
+    """What the padding is: black, or the mean colour, which is no signal to a network with normalised inputs."""
 
 
 @dataclass(frozen=True)
