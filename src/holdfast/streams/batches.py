@@ -7,6 +7,7 @@ So a pass is the same on every device, it can be taken up again in its middle, a
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Images:
         self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
         self.fill = (self.mean if stream.frame.fill == "mean" else 0 * self.mean).round().to(torch.uint8)
 
+        self._orders: dict[int, Tensor] = {}
         self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def take(self, places: Tensor) -> Tensor:
@@ -42,6 +44,15 @@ class Images:
             return taken
         with torch.cuda.stream(self._side):
             return taken.pin_memory().to(self.device, non_blocking=True)
+
+    def order_of(self, task: Task) -> Tensor | None:
+        """The order of the task's pixels, on the device, where it stays: to bring it there is to wait."""
+        if task.permutation is None:
+            return None
+        key = id(task.permutation)
+        if key not in self._orders:
+            self._orders[key] = task.permutation.to(self.device)
+        return self._orders[key]
 
     def await_taken(self, taken: Tensor) -> None:
         if self._side is not None:
@@ -95,8 +106,8 @@ def inputs(images: Images, task: Task, part: Pass, taken: Tensor | None = None) 
     pixels = padded(taken, images.fill, frame.padding)
     part = part.to(pixels.device)
     x = (crop(pixels, part.top, part.left, part.mirrored, frame.size).float() - images.mean) / images.std
-    if task.permutation is not None:
-        x = x.flatten(2)[:, :, task.permutation.to(x.device)].view_as(x)
+    if (order := images.order_of(task)) is not None:
+        x = x.flatten(2)[:, :, order].view_as(x)
     return rotate(x, task.angle) if task.angle else x
 
 
@@ -117,11 +128,15 @@ def crop(x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, size: int) -> T
     return x.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
+@lru_cache(maxsize=64)
+def _turn(angle: float, device: torch.device) -> Tensor:
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    return torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], device=device)
+
+
 def rotate(x: Tensor, angle: float) -> Tensor:
     """Images turned to the left by an angle in degrees; what comes in from outside is the nearest border."""
-    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    turn = torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], device=x.device).expand(len(x), 2, 3)
-    grid = affine_grid(turn, list(x.shape), align_corners=False)
+    grid = affine_grid(_turn(angle, x.device).expand(len(x), 2, 3), list(x.shape), align_corners=False)
     return grid_sample(x, grid, padding_mode="border", align_corners=False)
 
 
