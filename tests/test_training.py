@@ -1,5 +1,6 @@
 """Runs: what they record, that they go on after being killed, and what they say when they cannot."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -171,6 +172,16 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     train(stream(), plan(lr=0.1), device="cpu", folder=tmp_path)
     with pytest.raises(CheckpointError, match=r"belongs to another run, with lr 0\.1 and not 0\.2: use another folder"):
         train(stream(), plan(lr=0.2), device="cpu", folder=tmp_path)
+
+
+def test_a_checkpoint_of_other_images_or_another_order_is_refused(tmp_path: Path) -> None:
+    made = stream()
+    train(made, plan(), device="cpu", folder=tmp_path)
+    turned = dataclasses.replace(made, tasks=made.tasks[::-1])
+    darker = dataclasses.replace(made, pixels=made.pixels // 2)
+    for other in (turned, darker):
+        with pytest.raises(CheckpointError, match=r"belongs to another run, with images '.*' and not '.*'"):
+            train(other, plan(), device="cpu", folder=tmp_path)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:

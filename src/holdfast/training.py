@@ -188,6 +188,7 @@ class _Run:
 
     def __init__(self, stream: Stream, plan: Plan, device: torch.device) -> None:
         self.stream, self.plan, self.device = stream, plan, device
+        self.fingerprint = stream.fingerprint
         torch.manual_seed(plan.seed)
         self.images = Images(stream, device)
         self.model = build_model(plan.model, stream.shape, stream.outputs).to(device)
@@ -357,8 +358,7 @@ class _Run:
         }
 
     def _identity(self) -> dict[str, Any]:
-        stream = {"stream": self.stream.name, "images": len(self.stream.labels), "tasks": len(self.stream.tasks)}
-        return {**stream, **dataclasses.asdict(self.plan)}
+        return {"stream": self.stream.name, "images": self.fingerprint, **dataclasses.asdict(self.plan)}
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         theirs, ours = state["run"], self._identity()
