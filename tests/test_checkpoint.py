@@ -44,6 +44,28 @@ def test_any_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, data: st.
         assert load(path) == {"step": 1}
 
 
+def test_a_damaged_one_never_takes_the_place_of_a_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.pt"
+    for step in (1, 2):
+        save(path, {"step": step})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert load(path) == {"step": 1}
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left on device")))
+    with pytest.raises(CheckpointError):
+        save(path, {"step": 3})
+    assert load(path) == {"step": 1}
+    monkeypatch.undo()
+    save(path, {"step": 3})
+    assert load(path) == {"step": 3}
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt cannot be read: Is a directory"):
+        load(tmp_path / "checkpoint.pt")
+
+
 def test_if_none_is_left_nothing_is_started_anew_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"what is this?")
@@ -60,7 +82,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
     path = tmp_path / "checkpoint.pt"
     save(path, {"trap": Trap()})
-    with pytest.raises(CheckpointError, match="holds more than data, so it is none of ours"):
+    with pytest.raises(CheckpointError, match="holds more than data, or other data, so it is none of ours"):
         load(path)
     assert not (tmp_path / "sprung").exists()
 

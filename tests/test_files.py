@@ -341,12 +341,12 @@ def test_a_truncated_or_changed_archive_never_gives_wrong_data(tmp_path: Path) -
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     for part in MNIST.parts:
         (tmp_path / part).touch()
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte cannot be read: Permission denied"):
         files.contents(obtain(MNIST, tmp_path))
 
@@ -372,3 +372,23 @@ def test_two_at_once_both_succeed(tmp_path: Path, server: Server) -> None:
 def test_a_missing_package_is_said() -> None:
     with pytest.raises(DataError, match="`pip install no-such-package`"):
         files.needed("no_such_module", "no-such-package")
+
+
+def test_files_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MOST_BYTES", 1000)
+    for part in MNIST.parts:
+        (tmp_path / f"{part}.gz").write_bytes(gzip.compress(bytes(2000)))
+    with pytest.raises(DataError, match=r"idx3-ubyte\.gz holds far more than the data set does; delete it"):
+        files.contents(obtain(MNIST, tmp_path))
+    archive = tmp_path / "cifar-100-binary.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        member = tarfile.TarInfo("cifar-100-binary/train.bin")
+        member.size = 2000
+        tar.addfile(member, io.BytesIO(bytes(2000)))
+    with pytest.raises(DataError, match=r"has a member far larger than the data set: cifar-100-binary/train\.bin"):
+        files.members(archive, files.CIFAR100)
+
+
+def test_a_home_that_does_not_exist() -> None:
+    with pytest.raises(DataError, match="begins with a user who has no home folder here"):
+        files.find(MNIST, Path("~no-such-user/data"))

@@ -84,6 +84,21 @@ def test_an_order_as_given_and_the_first_tasks() -> None:
         stream.first(3)
 
 
+def test_inputs_are_normalised_by_the_first_tasks_training_images() -> None:
+    stream = split(source(), FRAME, per_task=2, order=[3, 1, 0, 2])
+    assert len(stream.tasks) == 2
+    first = stream.pixels[stream.tasks[0].train].double() / 255
+    torch.testing.assert_close(stream.mean.double(), first.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stream.std.double(), first.std((0, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
+def test_some_images_are_always_left_for_training() -> None:
+    stream = split(source(each=2), FRAME, per_task=2, validation=0.9)
+    assert [len(task.train) for task in stream.tasks] == [2, 2, 2]
+    with pytest.raises(ValueError, match="a stream needs at least one task, got 0"):
+        permuted(source(), FRAME, tasks=0)
+
+
 def test_permuted_and_rotated_streams_share_all_classes() -> None:
     stream = permuted(source(), FRAME, tasks=3)
     assert [task.active for task in stream.tasks] == [tuple(range(6))] * 3
@@ -302,6 +317,8 @@ def test_streams_by_name(
     assert x.shape == (4, *shape)
     assert y.max() < len(active)
     assert len(build_stream(name, tasks=2).tasks) == 2
+    if name == "rmnist":
+        assert [task.angle for task in stream.tasks] == list(range(0, 180, 18))
     assert stream.frame.mirror == (name == "icifar100")  # a digit in a mirror is another sign
 
 

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from holdfast import training
+from helpers import assert_same_bits, tensors_in
+from holdfast import checkpoint, training
 from holdfast.checkpoint import CheckpointError
 from holdfast.methods import METHODS
 from holdfast.streams.sources import Images, Source
@@ -105,7 +107,7 @@ def test_validation_images_instead_of_test_images() -> None:
 def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str, tmp_path: Path) -> None:
     """Stopped by Ctrl-C, again and again, with random crops."""
     made, how = stream(), plan(method, curve=5, model="small_cnn", heads=heads)
-    whole = outcome(train(made, how, device="cpu"))
+    whole = outcome(train(made, how, device="cpu", folder=tmp_path / "whole"))
     seen, said = [], ""
 
     def stop(progress: Progress) -> None:
@@ -115,32 +117,41 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
 
     for _ in range(20):
         try:
-            record = train(made, how, device="cpu", folder=tmp_path, tell=stop)
+            record = train(made, how, device="cpu", folder=tmp_path / "stopped", tell=stop)
             break
         except Interrupted as error:
             said = str(error)
-    assert f"to go on, run the same again with {tmp_path}" in said
+    assert f"to go on, run the same again with {tmp_path / 'stopped'}" in said
     assert len(seen) > 20
     assert outcome(record) == whole
+    assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    state = checkpoint.load(folder / "checkpoint.pt")
+    assert state is not None
+    return tensors_in({part: state[part] for part in ("model", "method")})
 
 
 def run_to_its_end(method: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    record = train(stream(), plan(method, curve=3, epochs=6), device="cpu", folder=folder, save_every=0)
+    how = plan(method, curve=3, epochs=6, model="small_cnn")  # which has dropout
+    record = train(stream(), how, device="cpu", folder=folder, save_every=0)
     (folder / "record.json").write_text(json.dumps(outcome(record)))
 
 
 @pytest.mark.parametrize("method", ["npc", "joint"])
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
-    whole = json.loads(json.dumps(outcome(train(stream(), plan(method, curve=3, epochs=6), device="cpu"))))
+    run_to_its_end(method, tmp_path / "whole")
+    killed = tmp_path / "killed"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["holdfast.training"])
     moments, kills = random.Random(1), 0
-    while not (tmp_path / "record.json").exists():
-        before = _stamp(tmp_path)
-        process = context.Process(target=run_to_its_end, args=(method, tmp_path))
+    while not (killed / "record.json").exists():
+        before = _stamp(killed)
+        process = context.Process(target=run_to_its_end, args=(method, killed))
         process.start()
-        while process.is_alive() and _stamp(tmp_path) == before:
+        while process.is_alive() and _stamp(killed) == before:
             time.sleep(0.001)  # until it has come to learning, whatever that takes
         process.join(moments.random() * 0.05)
         if process.is_alive():
@@ -150,7 +161,8 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: 
         assert process.exitcode in (0, -signal.SIGKILL)
         process.close()
     assert kills > 5
-    assert json.loads((tmp_path / "record.json").read_text()) == whole
+    assert (killed / "record.json").read_text() == (tmp_path / "whole" / "record.json").read_text()
+    assert_same_bits(final_state(killed), final_state(tmp_path / "whole"))
 
 
 def _stamp(folder: Path) -> int:
@@ -227,9 +239,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_record_of_it() -> None:
     assert record.failure is not None
     assert record.failure["task"] == 0
     assert 0 < record.failure["step"] < 5
-    assert "the loss was not finite" in record.failure["why"]
+    assert "the loss or an output was not finite" in record.failure["why"]
     assert record.summary is None
     json.dumps(record.as_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_last_step_that_goes_wrong_is_noticed_in_its_own_task(method: str, tmp_path: Path) -> None:
+    """One step per task, whose loss is finite and whose outcome is not; going on from there says the same."""
+    how = plan(method, lr=1e30, epochs=0.01, model="small_cnn")
+    for _ in range(2):
+        record = train(stream(), how, device="cpu", folder=tmp_path)
+        assert record.failure is not None
+        assert (record.failure["task"], record.matrix, record.summary) == (0, [], None)
+
+
+def test_points_after_a_failure_are_no_part_of_the_curves() -> None:
+    record = train(stream(), plan(lr=1e30, epochs=3, curve=1), device="cpu")
+    assert record.failure is not None
+    assert all(point["step"] <= record.failure["step"] for point in record.curves)
 
 
 def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
@@ -243,6 +271,11 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
+        ({"batch": 2.5}, "batch must be a whole number of at least 1, got 2.5"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"epochs": float("inf")}, "epochs must be above 0, got inf"),
+        ({"settings": {"criterion": torch.nn.CrossEntropyLoss()}}, "settings: criterion must be plain data"),
+        ({"settings": {"free": []}}, "free is no setting of a plan"),
         ({"method": "magic"}, "there is no method 'magic'; there are npc, cpc, ewc"),
         ({"model": "resnet"}, "there is no model 'resnet'; there are paper_cnn"),
         ({"lr": 0}, "lr must be above 0, got 0"),
@@ -253,6 +286,78 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
 def test_plans_that_cannot_be(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(**knobs)
+
+
+def test_numbers_of_numpy_are_taken_as_plain_ones(tmp_path: Path) -> None:
+    how = plan("npc", lr=np.float64(0.1), settings={"rate": np.linspace(1e-3, 1e-2, 3)[0]}, seed=np.int64(2))
+    assert type(how.lr) is float
+    record = train(stream(), how, device="cpu", folder=tmp_path)
+    json.dumps(record.as_dict())
+    assert train(stream(), how, device="cpu", folder=tmp_path).matrix == record.matrix
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="device 'cuda' was asked for, but there is no GPU here"):
+        train(stream(), plan(), device="cuda")
+
+
+def test_two_runs_in_one_process_would_change_each_other() -> None:
+    def another(_: Progress) -> None:
+        train(stream(), plan(), device="cpu")
+
+    with pytest.raises(RuntimeError, match="a run is going on in this process"):
+        train(stream(), plan(), device="cpu", tell=another)
+    train(stream(), plan(), device="cpu")
+
+
+def test_a_method_is_consolidated_on_training_images_and_judged_in_evaluation_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second by independent code: the accuracies of the record are those of the model without dropout."""
+    made = stream()
+    runs, seen = [], []
+    build = training._Run._build_method
+
+    def watched(run: Any) -> Any:
+        method = build(run)
+        runs.append(run)
+        method.consolidate = lambda batches, active: seen.append(torch.cat([x for x, _ in batches]))
+        return method
+
+    monkeypatch.setattr(training._Run, "_build_method", watched)
+    record = train(made, plan(model="small_cnn", epochs=10), device="cpu")
+    for task, images in zip(made.tasks, seen, strict=True):
+        mean, std = made.mean.item(), made.std.item()
+        found = {tuple(image.flatten().tolist()) for image in ((images[:, 0] * std + mean) * 255).round().int()}
+        centred = made.pixels[task.train][:, 0].int()
+        assert found == {tuple(image.flatten().tolist()) for image in centred}
+    model = runs[0].model.eval()
+    for task, accuracy in zip(made.tasks, record.matrix[-1], strict=True):
+        x = (made.pixels[task.test].float() / 255 - made.mean.item()) / made.std.item()
+        answers = model(x)[:, list(task.active)].argmax(1)
+        assert accuracy == pytest.approx((answers == made.labels[task.test]).double().mean().item())
+
+
+def test_precision_and_determinism_hold_during_a_run_and_no_longer() -> None:
+    seen = []
+
+    def look(_: Progress) -> None:
+        seen.append((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
+
+    before = torch.get_float32_matmul_precision()
+    train(stream(), plan(precision="tf32", deterministic=True), device="cpu", tell=look)
+    assert set(seen) == {("high", True)}
+    assert torch.get_float32_matmul_precision() == before
+    assert not torch.are_deterministic_algorithms_enabled()
+    outputs = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, a, y: outputs.append(y.dtype))
+    try:
+        train(stream(), plan(precision="bf16", epochs=0.1), device="cpu")
+    finally:
+        hook.remove()
+    assert torch.bfloat16 in outputs
 
 
 def test_settings_that_a_method_does_not_have() -> None:

@@ -7,7 +7,6 @@ The one before the newest is kept, so that there is always one to go back to.
 import hashlib
 import io
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,7 @@ def load(path: Path) -> dict[str, Any] | None:
             damaged.append(str(error))
             continue
         if damaged:
+            path.replace(path.with_suffix(".damaged"))  # out of the way of the good one
             warnings.warn(f"{damaged[0]}; going on from the one before it, {candidate}", stacklevel=3)
         return state
     if damaged:
@@ -75,12 +75,15 @@ def load(path: Path) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     digest, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     if not content.startswith(_MAGIC) or hashlib.sha256(payload).hexdigest().encode() != digest:
         raise CheckpointError(f"{path} is damaged or no checkpoint")
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:
-        raise CheckpointError(f"{path} holds more than data, so it is none of ours") from None
+    except Exception:  # whatever torch finds in a file that has the right digest and is still none of ours
+        raise CheckpointError(f"{path} holds more than data, or other data, so it is none of ours") from None
     return state

@@ -66,6 +66,7 @@ def small_cnn(classes: int, channels: int = 1, size: int = 8) -> nn.Sequential:
     blocks["flatten"] = nn.Flatten()
     blocks["hidden"] = nn.Linear(32 * (size // 4) ** 2, 250)
     blocks["relu"] = nn.ReLU()
+    blocks["dropout"] = nn.Dropout(0.2)
     blocks["head"] = nn.Linear(250, classes)
     return nn.Sequential(blocks)
 

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 import holdfast
 from holdfast import checkpoint, metrics
 from holdfast.methods import METHODS, Joint, Method
+from holdfast.methods.method import number
 from holdfast.methods.plastic import Plastic
 from holdfast.models import MODELS, GrowingHead, build_model
 from holdfast.streams.batches import Batches, Images, Rehearsal, Shuffled
@@ -31,6 +32,7 @@ Part = Literal["test", "validation"]
 Epoch = Literal["paper", "task"]
 Heads = Literal["masked", "growing"]
 
+_NOT_FINITE = "the loss or an output was not finite: try a smaller learning rate"
 _LOOK_EVERY = 100  # steps between two looks at whether the loss is still finite, each of which waits for the device
 
 
@@ -79,14 +81,22 @@ class Plan:
         for name, choices in (("epoch", Epoch), ("heads", Heads), ("judged_on", Part), ("precision", Precision)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
-        for name in ("lr", "batch", "epochs"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _plain(item.name, getattr(self, item.name)))
+        for name in ("lr", "epochs"):
+            number(name, getattr(self, name), above=0)
+        for name, least in (("batch", 1), ("curve", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("free", "sample"):
+            if name in self.settings:
+                raise ValueError(f"{name} is no setting of a plan: a run sees to it itself")
 
     def steps(self, stream: Stream, task: Task) -> int:
         """How many steps a task is learnt for, at least one."""
         samples = stream.epoch if self.epoch == "paper" else len(task.train)
-        return max(1, int(self.epochs * samples / min(self.batch, len(task.train))))
+        return max(1, int(self.epochs * samples / min(self.batch, len(task.train)) + 1e-6))
 
 
 @dataclass
@@ -158,13 +168,15 @@ def train(
         save_every: seconds between two checkpoints.
         tell: is called after every step with where the run is.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    cuda = [where] if where.type == "cuda" else []
-    with torch.random.fork_rng(cuda), _numerics(plan), _interruptible() as interrupted:
+    where = _device(device)
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with _alone(), torch.random.fork_rng(cuda), _numerics(plan), _interruptible() as interrupted:
         run = _Run(stream, plan, where)
-        path = None if folder is None else folder / "checkpoint.pt"
+        path = None if folder is None else Path(folder) / "checkpoint.pt"
         if path is not None and (state := checkpoint.load(path)) is not None:
             run.load_state_dict(state, path)
+            if run.ended:
+                return run.record
         elif path is not None:
             checkpoint.save(path, run.state_dict())  # at once, so that a folder that cannot be written to is found now
         saved = time.monotonic()
@@ -188,6 +200,8 @@ class _Run:
 
     def __init__(self, stream: Stream, plan: Plan, device: torch.device) -> None:
         self.stream, self.plan, self.device = stream, plan, device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self.fingerprint = stream.fingerprint
         torch.manual_seed(plan.seed)
         self.images = Images(stream, device)
@@ -205,6 +219,7 @@ class _Run:
         self.task, self.step = 0, 0
         self.batches = self._batches()
         self.not_finite = torch.full((), -1, device=device)
+        self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all outputs were finite when last judged
         names = [task.name for task in stream.tasks]
         self.record = Record(stream.name, names, dataclasses.asdict(plan), _name_of(device), _versions())
 
@@ -247,11 +262,15 @@ class _Run:
 
     # ---- learning ----
 
+    @property
+    def ended(self) -> bool:
+        return self.task == len(self.stream.tasks) or self.record.failure is not None
+
     def __iter__(self) -> Iterator[Progress]:
         if not self.record.untrained:
             self.record.untrained = self._judge()
         accuracy = None
-        while self.task < len(self.stream.tasks) and self.record.failure is None:
+        while not self.ended:
             steps = self.plan.steps(self.stream, self.stream.tasks[self.task])
             while self.step < steps and self.record.failure is None:
                 self._learn(last=self.step + 1 == steps)
@@ -261,7 +280,7 @@ class _Run:
             if self.record.failure is None:
                 accuracy = self._finish_task()
                 yield Progress(self.task, len(self.stream.tasks), 0, steps, accuracy)
-        self.record.peak_bytes = _peak(self.device)
+        self.record.peak_bytes = max(self.record.peak_bytes, _peak(self.device))
 
     def _learn(self, *, last: bool) -> None:
         began = time.monotonic()
@@ -269,7 +288,8 @@ class _Run:
         try:
             loss = self.loss_of(x, y, self.active[self.task]) + self.method.penalty()
         except FloatingPointError as error:
-            self._fail(self.step, str(error))
+            first = int(self.not_finite)
+            self._fail(self.step if first < 0 else first, str(error))
             return
         self.method.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -281,21 +301,31 @@ class _Run:
         if last or self.step % _LOOK_EVERY == 0:
             where = int(self.not_finite)
             if where >= 0:
-                self._fail(where, "the loss was not finite: try a smaller learning rate")
+                self._fail(where, _NOT_FINITE)
         self.record.seconds["training"] += time.monotonic() - began
 
     def _fail(self, step: int, why: str) -> None:
         self.record.failure = {"task": self.task, "step": step, "why": why}
+        still_good = [point for point in self.record.curves if (point["task"], point["step"]) <= (self.task, step)]
+        self.record.curves = still_good
 
     def _mark(self) -> float:
         accuracies = self._judge(self.task + 1)
         self.record.curves.append({"task": self.task, "step": self.step, "accuracy": accuracies})
         return sum(accuracies) / len(accuracies)
 
-    def _finish_task(self) -> float:
-        self.record.matrix.append(self._judge())
-        self._consolidate(self.task)
-        accuracies = self.record.matrix[-1][: self.task + 1]
+    def _finish_task(self) -> float | None:
+        accuracies = self._judge()
+        if not bool(self.sound):
+            self._fail(self.step, _NOT_FINITE)
+            return None
+        try:
+            self._consolidate(self.task)
+        except FloatingPointError as error:
+            self._fail(self.step, str(error))
+            return None
+        self.record.matrix.append(accuracies)
+        accuracies = accuracies[: self.task + 1]
         self.task, self.step = self.task + 1, 0
         if self.task < len(self.stream.tasks):
             self._grow()
@@ -321,6 +351,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
             self.record.seconds["training"] += time.monotonic() - began
             began = time.monotonic()
+        self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self.model.eval()
         found = [self._accuracy(number) for number in range(len(self.stream.tasks))[:tasks]]
         self.model.train()
@@ -338,6 +369,7 @@ class _Run:
         for x, y in Batches(self.images, task, places, 1000):
             with self._autocast():
                 outputs = self.model(x)
+            self.sound &= outputs.isfinite().all()
             right += (outputs.index_select(1, self.active[number]).argmax(1) == y).sum()
         return int(right) / len(places)
 
@@ -384,6 +416,29 @@ class _Run:
             torch.cuda.set_rng_state(state["random_of_gpu"], self.device)
         self.not_finite.fill_(state["not_finite"])
         self.record = Record(**state["record"])
+        if (here := _name_of(self.device)) not in self.record.device:
+            self.record.device += f", then {here}"
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} was asked for, but there is no GPU here")
+    return where
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Random numbers and precision belong to the whole process, so that two runs in it would change each other."""
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        raise RuntimeError("a run is going on in this process: start others in processes of their own")
+    try:
+        yield
+    finally:
+        _ONE_AT_A_TIME.release()
 
 
 @contextmanager
@@ -391,7 +446,8 @@ def _numerics(plan: Plan) -> Iterator[None]:
     """The precision and the determinism that a plan asks for, and afterwards what was before."""
     precision = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
-    exact = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = plan.precision == "tf32"
     if plan.deterministic:
@@ -403,8 +459,10 @@ def _numerics(plan: Plan) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = convolutions
-        torch.use_deterministic_algorithms(exact[0])
-        torch.backends.cudnn.benchmark = exact[1]
+        torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 @contextmanager
@@ -424,6 +482,19 @@ def _interruptible() -> Iterator[threading.Event]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """`value` as plain data that JSON knows, numbers of NumPy and torch as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}: {key}", inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, inner) for inner in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(f"{name} must be plain data, so that it can be recorded; got {value!r}")
 
 
 def _peak(device: torch.device) -> int:

@@ -220,7 +220,7 @@ class Anchored(Method):
 
 def check_finite(name: str, importance: Tensor) -> None:
     if not importance.isfinite().all():
-        raise ValueError(
+        raise FloatingPointError(
             f"the importance of {name!r} is not finite, so nothing was consolidated: look at the loss and the "
             "parameters, which may have diverged"
         )

@@ -17,6 +17,7 @@ from types import ModuleType
 
 _ATTEMPTS = 3
 _WAIT_SECONDS = 2.0
+_MOST_BYTES = 2**30
 _SUMS = "checksums.md5"  # as md5sum writes and checks it
 
 
@@ -123,10 +124,18 @@ def needed(module: str, package: str | None = None) -> ModuleType:
 def places(data: Path | None = None) -> Iterator[Path]:
     """Where files are looked for, in this order; what is fetched goes to the first."""
     if data is not None:
-        yield Path(data).expanduser()
+        yield home(data)
     if given := os.environ.get("HOLDFAST_DATA"):
-        yield Path(given).expanduser()
+        yield home(given)
     yield user_cache()
+
+
+def home(path: Path | str) -> Path:
+    """The path, with the user's home folder in place of ~."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(f"{path} begins with a user who has no home folder here") from None
 
 
 def find(published: Published, data: Path | None = None) -> Found | None:
@@ -287,18 +296,22 @@ def _writing(place: Path) -> Iterator[None]:
 
 
 def contents(found: Found) -> dict[str, bytes]:
-    """What the parts hold, unpacked."""
+    """What the parts hold, unpacked; compared with the checksums that were left with them, if they were fetched."""
     if found.archived:
         return members(found.where, found.published)
-    return {part: _read(path, found.published.name) for part, path in found.files.items()}
+    read = {part: _read(path, found.published.name) for part, path in found.files.items()}
+    for part, md5 in _kept_sums(found).items():
+        if _md5(read[part]) != md5:
+            raise found.damaged(part, "has changed since it was fetched")
+    return read
 
 
 def _read(path: Path, name: str) -> bytes:
     content = b""
-    with _whole(path, name):
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+    with _whole(path, name), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise _damaged(path, "holds far more than the data set does", name)
     return content
 
 
@@ -313,6 +326,8 @@ def members(archive: Path, published: Published) -> dict[str, bytes]:
                 if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
                     what = f"has a member that is no file in its folder: {member.name}"
                     raise _damaged(archive, what, published.name)
+                if member.issparse() or member.size > _MOST_BYTES:
+                    raise _damaged(archive, f"has a member far larger than the data set: {member.name}", published.name)
                 file = tar.extractfile(member) if path in wanted and member.isfile() else None
                 if file is not None:
                     found[wanted[path]] = file.read()

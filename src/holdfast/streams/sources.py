@@ -26,6 +26,7 @@ from holdfast.streams.files import (
     compare,
     contents,
     find,
+    home,
     needed,
     obtain,
     staged_for,
@@ -152,6 +153,8 @@ def from_arrays(
             f"{name}: training and test images must be alike, got shapes {shapes['train']}, {shapes['test']}"
         )
     most = max(int(images.labels.max()) for images in parts.values())
+    if classes is None and most >= sum(len(images.labels) for images in parts.values()):
+        raise DataError(f"{name}: label {most} of {len(parts['train'].labels)} images; labels count classes from 0")
     names = tuple(str(label) for label in range(most + 1)) if classes is None else tuple(classes)
     if most >= len(names):
         raise DataError(f"{name}: label {most} has no name among the {len(names)} classes; labels count from 0")
@@ -269,7 +272,8 @@ def parse_idx(content: bytes, axes: int) -> Bytes:
 
 
 def _cifar100(found: Found, parts: Mapping[str, bytes]) -> Source:
-    classes = parts["fine_label_names.txt"].decode("utf-8", errors="replace").split()
+    lines = parts["fine_label_names.txt"].decode("utf-8", errors="replace").splitlines()
+    classes = [line.strip() for line in lines if line.strip()]
     if not classes:
         raise found.damaged("fine_label_names.txt", "names no classes")
     halves = []
@@ -321,7 +325,7 @@ def _parse_folder(name: str) -> tuple[Path, int]:
         raise DataError(
             f"the size in {name!r} must be a whole number of pixels from 1 to 4096, as in folder:PATH?size=64"
         )
-    root = Path(path).expanduser()
+    root = home(path)
     if not path or not root.is_dir():
         raise DataError(f"{name!r}: there is no folder {path!r}; give one that has a folder of images per class")
     return root, int(size) if asked else _SIZE
@@ -392,7 +396,9 @@ def _key(root: Path, parts: Sequence[Sequence[Path]], size: int) -> str:
     listing = []
     for paths in parts:
         stats = ((path, path.stat()) for path in paths)
-        listing.append([(str(path.relative_to(root)), stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+        listing.append(
+            [(str(path.relative_to(root)), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
+        )
     described = json.dumps([_VERSION, size, str(root.resolve()), listing])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 

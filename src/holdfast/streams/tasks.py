@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -60,13 +61,13 @@ class Stream:
 
     @property
     def fingerprint(self) -> str:
-        """Tells streams apart that have the same name: by their tasks, all labels and one image in a hundred."""
+        """Tells streams apart that have the same name: by their tasks, labels and images."""
         found = hashlib.sha256(repr(self.frame).encode())
         for task in self.tasks:
             found.update(repr((task.active, task.angle)).encode())
             for places in (task.train, task.validation, task.test, task.permutation):
                 found.update(b"-" if places is None else places.numpy().tobytes())
-        for values in (self.labels, self.pixels[::101]):
+        for values in (self.labels, self.pixels):
             found.update(values.contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
 
@@ -100,7 +101,7 @@ def split(
     """
     classes = len(source.classes)
     chosen = _ordered(classes, order)
-    count = classes // max(per_task, 1) if tasks is None else tasks
+    count = len(chosen) // max(per_task, 1) if tasks is None else tasks
     if per_task < 2 or count < 1 or count * per_task > len(chosen):
         raise ValueError(
             f"{source.name} has {len(chosen)} classes, which do not make {count} tasks of {per_task}; a task needs two"
@@ -121,6 +122,8 @@ def permuted(source: Source, frame: Frame, *, tasks: int, validation: float = 0.
     every = tuple(range(len(source.classes)))
     generator = torch.Generator().manual_seed(seed)
     base = _task("as they are", every, source, every, validation, seed)
+    if tasks < 1:
+        raise ValueError(f"a stream needs at least one task, got {tasks}")
     orders = [torch.randperm(frame.size**2, generator=generator) for _ in range(tasks - 1)]
     made = [base, *(replace(base, name=f"permutation {i}", permutation=order) for i, order in enumerate(orders, 1))]
     labels = torch.cat([source.train.labels, source.test.labels])
@@ -139,8 +142,9 @@ def rotated(source: Source, frame: Frame, *, angles: Sequence[float], validation
 def _ordered(classes: int, order: Sequence[int] | int | None) -> list[int]:
     if order is None:
         return list(range(classes))
-    if isinstance(order, int):
-        return torch.randperm(classes, generator=torch.Generator().manual_seed(order)).tolist()
+    if isinstance(order, Integral):
+        return torch.randperm(classes, generator=torch.Generator().manual_seed(int(order))).tolist()
+    assert isinstance(order, Sequence)
     chosen = [int(c) for c in order]
     if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(classes)):
         raise ValueError(f"order must name classes from 0 to {classes - 1}, each once; got {chosen}")
@@ -162,7 +166,7 @@ def _task(
             )
         generator = torch.Generator().manual_seed(seed * 1_000_003 + c)  # each class's own, whatever task it is in
         places = places[torch.randperm(len(places), generator=generator)]
-        held = round(validation * len(places))
+        held = min(round(validation * len(places)), len(places) - 1)
         aside.append(places[:held])
         train.append(places[held:])
     tested = torch.isin(source.test.labels, torch.tensor(list(classes))).nonzero().flatten()
