@@ -59,6 +59,8 @@ def test_a_record_says_what_happened(method: str) -> None:
     assert record.seconds["training"] > 0
     assert record.summary is not None
     assert record.plan["method"] == method
+    if method == "npc":
+        assert record.settings == {"beta": 0.7, "rate": 5e-4, "gain": 1.0}
     json.dumps(record.as_dict())
 
 

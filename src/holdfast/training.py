@@ -1,6 +1,7 @@
 """One run: a model learns a stream with a method, and what came out is a record."""
 
 import dataclasses
+import inspect
 import os
 import platform
 import signal
@@ -106,6 +107,8 @@ class Record:
     stream: str
     tasks: list[str]
     plan: dict[str, Any]
+    settings: dict[str, Any]
+    """All settings of the method, the defaults among them."""
     device: str
     versions: dict[str, str]
     untrained: list[float] = field(default_factory=list)
@@ -221,7 +224,8 @@ class _Run:
         self.not_finite = torch.full((), -1, device=device)
         self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all outputs were finite when last judged
         names = [task.name for task in stream.tasks]
-        self.record = Record(stream.name, names, dataclasses.asdict(plan), _name_of(device), _versions())
+        settings = {**_defaults(METHODS[plan.method]), **plan.settings}
+        self.record = Record(stream.name, names, dataclasses.asdict(plan), settings, _name_of(device), _versions())
 
     def _build_method(self) -> Method:
         kind = METHODS[self.plan.method]
@@ -482,6 +486,12 @@ def _interruptible() -> Iterator[threading.Event]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _defaults(method: type[Method]) -> dict[str, Any]:
+    """The settings that a method has if none are given, as far as they are plain data."""
+    parameters = inspect.signature(method).parameters.values()
+    return {p.name: p.default for p in parameters if isinstance(p.default, str | bool | int | float)}
 
 
 def _plain(name: str, value: Any) -> Any:
