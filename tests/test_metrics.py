@@ -24,6 +24,10 @@ def test_by_hand() -> None:
     assert summary.forward == pytest.approx(((0.4 - 0.5) + (0.6 - 0.25)) / 2)
 
 
+def test_what_was_guessed_before_a_task_came_cannot_be_forgotten() -> None:
+    assert metrics.forgetting([[0.9, 0.99, 0.5], [0.9, 0.8, 0.5], [0.9, 0.7, 0.5]]) == pytest.approx((0.0 + 0.1) / 2)
+
+
 def test_one_task_has_nothing_to_forget() -> None:
     summary = metrics.summarise([[0.7]], [0.1])
     assert (summary.final, summary.over_time, summary.learnt) == (0.7, 0.7, 0.7)

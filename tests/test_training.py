@@ -93,6 +93,11 @@ def test_the_papers_epoch_and_an_ordinary_one() -> None:
     assert plan(epochs=0.001).steps(made, made.tasks[0]) == 1
 
 
+def test_a_batch_larger_than_a_task_is_the_task() -> None:
+    record = train(stream(), plan(batch=512, epochs=2), device="cpu")
+    assert record.images == 3 * 2 * 32
+
+
 def test_validation_images_instead_of_test_images() -> None:
     made = stream()
     judged = train(made, plan(judged_on="validation", epochs=30), device="cpu")
@@ -174,9 +179,10 @@ def _stamp(folder: Path) -> int:
         return 0
 
 
-def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(stream(), plan(), device="cpu", folder=tmp_path)
     told: list[Progress] = []
+    monkeypatch.setattr(checkpoint, "save", lambda *_: pytest.fail("there is nothing to save"))
     again = train(stream(), plan(), device="cpu", folder=tmp_path, tell=told.append)
     assert again.as_dict() == first.as_dict()
     assert not told
@@ -254,6 +260,20 @@ def test_a_last_step_that_goes_wrong_is_noticed_in_its_own_task(method: str, tmp
         record = train(stream(), how, device="cpu", folder=tmp_path)
         assert record.failure is not None
         assert (record.failure["task"], record.matrix, record.summary) == (0, [], None)
+
+
+def test_where_it_went_wrong_is_known_also_after_a_stop(tmp_path: Path) -> None:
+    how = plan(lr=1e30, epochs=40)
+    whole = train(stream(), how, device="cpu")
+    assert whole.failure is not None
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(stream(), how, device="cpu", folder=tmp_path, tell=stop)
+    assert train(stream(), how, device="cpu", folder=tmp_path).failure == whole.failure
 
 
 def test_points_after_a_failure_are_no_part_of_the_curves() -> None:
