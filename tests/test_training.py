@@ -155,19 +155,20 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: 
     context.set_forkserver_preload(["holdfast.training"])
     moments, kills = random.Random(1), 0
     while not (killed / "record.json").exists():
-        before = _stamp(killed)
         process = context.Process(target=run_to_its_end, args=(method, killed))
         process.start()
-        while process.is_alive() and _stamp(killed) == before:
-            time.sleep(0.001)  # until it has come to learning, whatever that takes
-        process.join(moments.random() * 0.05)
+        for _ in range(moments.randint(1, 9)):  # so many checkpoints later, and a little
+            before = _stamp(killed)
+            while process.is_alive() and _stamp(killed) == before:
+                time.sleep(0.001)
+        process.join(moments.random() * 0.005)
         if process.is_alive():
             process.kill()
             process.join()
             kills += 1
         assert process.exitcode in (0, -signal.SIGKILL)
         process.close()
-    assert kills > 5
+    assert kills > 3
     assert (killed / "record.json").read_text() == (tmp_path / "whole" / "record.json").read_text()
     assert_same_bits(final_state(killed), final_state(tmp_path / "whole"))
 
