@@ -157,7 +157,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: 
     while not (killed / "record.json").exists():
         process = context.Process(target=run_to_its_end, args=(method, killed))
         process.start()
-        for _ in range(moments.randint(1, 9)):  # so many checkpoints later, and a little
+        for _ in range(moments.randint(1, 19)):  # so many checkpoints later, and a little
             before = _stamp(killed)
             while process.is_alive() and _stamp(killed) == before:
                 time.sleep(0.001)
