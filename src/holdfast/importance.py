@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The type to sum up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
     """Eq. 2 without its constant factor: the sum over samples of |mean over positions of n * dL/dn|, per neuron.
 
@@ -19,9 +24,9 @@ def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
     if activation.dtype == torch.float16:  # whose products overflow, above all under loss scaling
         activation, gradient = activation.float(), gradient.float()
     product = activation * gradient
-    precise = torch.promote_types(product.dtype, torch.float32)
+    dtype = precise(product.dtype)
     positions = [i for i in range(product.dim()) if i not in (0, axis)]
-    per_sample = product.mean(positions, dtype=precise) if positions else product.to(precise)
+    per_sample = product.mean(positions, dtype=dtype) if positions else product.to(dtype)
     return per_sample.abs() if axis == 0 else per_sample.abs().sum(0)
 
 

@@ -8,6 +8,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from holdfast.importance import precise
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 LAYERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
@@ -68,8 +70,7 @@ class Layer:
             carrier.grad = None
 
     def new_carrier(self, like: Tensor) -> Tensor:
-        precise = torch.promote_types(like.dtype, torch.float32)
-        return torch.zeros(self.size, dtype=precise, device=like.device, requires_grad=True)
+        return torch.zeros(self.size, dtype=precise(like.dtype), device=like.device, requires_grad=True)
 
 
 def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Collection[nn.Parameter]) -> list[Layer]:

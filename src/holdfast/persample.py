@@ -13,6 +13,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.convolution import QuickConvolutions
+from holdfast.importance import precise
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """From a sample's active outputs and its label to one or several values, as a vector."""
@@ -130,11 +131,6 @@ def _index(active: tuple[int, ...], device: torch.device) -> Tensor:
 
 def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def precise(dtype: torch.dtype) -> torch.dtype:
-    """The type to sum up in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager

@@ -53,3 +53,11 @@ def hold_back_(after: Tensor, before: Tensor, share: Tensor, plastic: Tensor) ->
     torch.lerp(before, after, share, out=after)
     old = before.view(plastic.dtype)
     after.view(plastic.dtype).bitwise_xor_(old).bitwise_and_(plastic).bitwise_xor_(old)
+
+
+def limit_(changing: Tensor, before: Tensor | None, share: Tensor, plastic: Tensor) -> None:
+    """`hold_back_` for a parameter after its step, `scale_` for a gradient, which has no `before`."""
+    if before is None:
+        scale_(changing, share, plastic)
+    else:
+        hold_back_(changing, before, share, plastic)

@@ -8,7 +8,7 @@ so two tensors per parameter, the importance A and the anchor M, hold all of it.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.methods.method import Method, check_shapes, number, several_processes
-from holdfast.persample import output_nodes, precise
+from holdfast.importance import precise
+from holdfast.methods.method import Method, check_shapes, number, several_processes, whole
+from holdfast.persample import Batch, device_of, output_nodes, samples_of
 
 Form = Literal["proximal", "loss"]
 
@@ -99,7 +100,7 @@ class Anchored(Method):
         for parameter, name in self._names.items():
             if name in newest:
                 value = parameter.to(precise(parameter.dtype), copy=True)
-                old = self._memory_of(parameter) or (torch.zeros_like(value), value)
+                old = self._memory_of(parameter, name) or (torch.zeros_like(value), value)
                 self._importance[name], self._anchor[name] = remember(*old, newest[name], value)
         self.tasks += 1
 
@@ -140,16 +141,17 @@ class Anchored(Method):
     def _pull(self) -> None:
         if self.form == "loss" or self.tasks == 0:
             return
+        names = self._names
         for group in self.param_groups:
-            held = [(p, *memory) for p in group["params"] if p.grad is not None and (memory := self._memory_of(p))]
+            moved = [p for p in group["params"] if p.grad is not None]
+            held = [(p, *memory) for p in moved if (memory := self._memory_of(p, names.get(p)))]
             if held:
                 values, importance, anchor = zip(*held, strict=True)
                 lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
                 pull_(values, importance, anchor, 2 * self.strength * lr)
 
-    def _memory_of(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
+    def _memory_of(self, parameter: nn.Parameter, name: str | None) -> tuple[Tensor, Tensor] | None:
         """The importance and the anchor of a parameter, on its device."""
-        name = self._names.get(parameter)
         if name is None or name not in self._anchor:
             return None
         for memory in (self._importance, self._anchor):
@@ -171,8 +173,8 @@ class Anchored(Method):
         """The sum over all finished tasks in the loss, up to a constant: strength * sum of A (theta - M)^2."""
         total = super()._penalty()
         if self.form == "loss":
-            for parameter in self._names:
-                if memory := self._memory_of(parameter):
+            for parameter, name in self._names.items():
+                if memory := self._memory_of(parameter, name):
                     importance, anchor = memory
                     total = total + self.strength * (importance * (parameter - anchor).square()).sum()
             if not total.isfinite():
@@ -180,11 +182,12 @@ class Anchored(Method):
         return total
 
     def _diverged(self) -> str:
+        names = self._names
         stiffest = max(
-            (2 * self.strength * float(group["lr"]) * float(memory[0].max()), self._names[p])
+            (2 * self.strength * float(group["lr"]) * float(memory[0].max()), names[p])
             for group in self.param_groups
             for p in group["params"]
-            if (memory := self._memory_of(p))
+            if (memory := self._memory_of(p, names.get(p)))
         )
         if stiffest[0] < 2:
             return "the parameters are not finite, and the pull is not to blame: look at the loss and the inputs"
@@ -216,6 +219,26 @@ class Anchored(Method):
             for p, name in self._names.items()
             if name in memory
         }
+
+
+class Sampled(Anchored):
+    """Measures importance on samples of the finished task: the first `samples` of its batches, or all of them."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, strength: float, samples: int | None, penalty: Form
+    ) -> None:
+        super().__init__(model, optimizer, strength=strength, penalty=penalty)
+        self.samples = whole("samples", samples)
+
+    def _samples(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        return samples_of(batches, self.samples, device_of(self.model))
+
+    def _memory(self) -> dict[str, Any]:
+        return {**super()._memory(), "samples": self.samples}
+
+    def _remember(self, memory: dict[str, Any]) -> None:
+        super()._remember(memory)
+        self.samples = memory["samples"]
 
 
 def check_finite(name: str, importance: Tensor) -> None:

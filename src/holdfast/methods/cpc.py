@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from holdfast.importance import precise
 from holdfast.methods.plastic import Plastic
-from holdfast.persample import precise
-from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
+from holdfast.plasticity import limit_, plastic_bits, plasticity
 
 
 def connection_average(importance: Tensor, value: Tensor, gradient: Tensor, rate: float) -> Tensor:
@@ -82,11 +82,7 @@ class CPC(Plastic):
         def limit(changing: list[Tensor], before: list[Tensor] | None) -> None:
             for i, tensor in enumerate(changing):
                 share = shares[i].to(tensor.dtype)
-                plastic = plastic_bits(share, tensor.dtype)
-                if before is None:
-                    scale_(tensor, share, plastic)
-                else:
-                    hold_back_(tensor, before[i], share, plastic)
+                limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
 
         self._limited_step(moving, limit)
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.methods.anchor import Anchored, Form
-from holdfast.methods.method import whole
-from holdfast.persample import Batch, Objective, device_of, samples_of, sum_over_samples
+from holdfast.methods.anchor import Form, Sampled
+from holdfast.persample import Batch, Objective, sum_over_samples
 
 Labels = Literal["true", "exact"]
 
@@ -31,7 +30,7 @@ def _log_probabilities(outputs: Tensor) -> Tensor:
     return outputs.log_softmax(0)
 
 
-class EWC(Anchored):
+class EWC(Sampled):
     """Pulls each parameter to its old values, as strongly as the diagonal of the Fisher information says.
 
     Args:
@@ -63,14 +62,13 @@ class EWC(Anchored):
         samples: int | None = None,
         penalty: Form = "proximal",
     ) -> None:
-        super().__init__(model, optimizer, strength=strength, penalty=penalty)
+        super().__init__(model, optimizer, strength=strength, samples=samples, penalty=penalty)
         if labels not in get_args(Labels):
             raise ValueError(f'labels must be "true" or "exact", got {labels!r}')
         self.labels: Labels = labels
-        self.samples = whole("samples", samples)
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
-        measured = samples_of(batches, self.samples, device_of(self.model))
+        measured = self._samples(batches)
         if self.labels == "exact":
             return self._squares(measured, expected_log_likelihoods, active)
         ranges: list[tuple[Tensor, int]] = []
@@ -83,11 +81,11 @@ class EWC(Anchored):
         return self._mean(*sum_over_samples(self.model, self._parameters(), batches, objective, torch.square, active))
 
     def _memory(self) -> dict[str, Any]:
-        return {**super()._memory(), "labels": self.labels, "samples": self.samples}
+        return {**super()._memory(), "labels": self.labels}
 
     def _remember(self, memory: dict[str, Any]) -> None:
         super()._remember(memory)
-        self.labels, self.samples = memory["labels"], memory["samples"]
+        self.labels = memory["labels"]
 
     def _with_labels(
         self, batches: Iterable[Batch], active: list[int] | None, ranges: list[tuple[Tensor, int]]

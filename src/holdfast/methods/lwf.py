@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.hooks import Hook, inside_transform
+from holdfast.importance import precise
 from holdfast.methods.method import Method, check_shapes, number
-from holdfast.persample import device_of, output_nodes, precise, select
+from holdfast.persample import device_of, output_nodes, select
 
 
 def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:

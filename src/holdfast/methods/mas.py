@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.methods.anchor import Anchored, Form
-from holdfast.methods.method import whole
-from holdfast.persample import device_of, samples_of, sum_over_samples
+from holdfast.methods.anchor import Form, Sampled
+from holdfast.persample import sum_over_samples
 
 
 def squared_norm(outputs: Tensor, label: Tensor) -> Tensor:
     return outputs.square().sum().view(1)
 
 
-class MAS(Anchored):
+class MAS(Sampled):
     """Pulls each parameter to its old values, as strongly as the outputs' squared length depends on it.
 
     Args:
@@ -43,17 +42,8 @@ class MAS(Anchored):
         samples: int | None = None,
         penalty: Form = "proximal",
     ) -> None:
-        super().__init__(model, optimizer, strength=strength, penalty=penalty)
-        self.samples = whole("samples", samples)
+        super().__init__(model, optimizer, strength=strength, samples=samples, penalty=penalty)
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
-        measured = samples_of(batches, self.samples, device_of(self.model))
-        parameters = self._parameters()
+        measured, parameters = self._samples(batches), self._parameters()
         return self._mean(*sum_over_samples(self.model, parameters, measured, squared_norm, torch.abs, active))
-
-    def _memory(self) -> dict[str, Any]:
-        return {**super()._memory(), "samples": self.samples}
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        super()._remember(memory)
-        self.samples = memory["samples"]

@@ -16,7 +16,7 @@ from holdfast.methods.method import several_processes
 from holdfast.methods.plastic import Plastic
 from holdfast.neurons import Layer, Spread, find_layers
 from holdfast.observation import Observation
-from holdfast.plasticity import hold_back_, plastic_bits, plasticity, scale_
+from holdfast.plasticity import limit_, plastic_bits, plasticity
 
 
 class NPC(Plastic):
@@ -188,7 +188,8 @@ class NPC(Plastic):
             if values is not None
         }
         trained = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return [name for name, p in self.model.named_parameters() if p in trained - controlled - self._free]
+        uncontrolled = trained - controlled - self._free
+        return [name for name, p in self.model.named_parameters() if p in uncontrolled]
 
     def _restore(self, importance: Mapping[str, Tensor]) -> None:
         self._importance = torch.cat([importance[name].to(self._importance) for name in self._names])
@@ -224,10 +225,7 @@ def control_(
     }
     for i, (tensor, (number, spread)) in enumerate(zip(changing, places, strict=True)):
         share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
-        if before is None:
-            scale_(tensor, share, plastic)
-        else:
-            hold_back_(tensor, before[i], share, plastic)
+        limit_(tensor, None if before is None else before[i], share, plastic)
     return importance
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from holdfast.importance import precise
 from holdfast.methods.anchor import Anchored, Form, check_finite
 from holdfast.methods.method import number
-from holdfast.persample import precise
 
 
 def path_importance(importance: Tensor, path: Tensor, moved: Tensor, xi: float) -> Tensor:
@@ -69,17 +69,17 @@ class SI(Anchored):
 
     def _bare_gradients(self) -> dict[str, Tensor]:
         """The gradients of the loss without the pull, and of a loss that falls also where an optimizer maximizes."""
-        slopes = {}
+        slopes, names = {}, self._names
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None or (memory := self._memory_of(p)) is None:
+                if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 importance, anchor = memory
                 slope = p.grad.to_dense().to(anchor.dtype)
                 slope = -slope if group.get("maximize") else slope
                 if self.form == "loss":
                     slope = slope - 2 * self.strength * importance * (p - anchor)
-                slopes[self._names[p]] = slope
+                slopes[names[p]] = slope
         return slopes
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class SI(Anchored):
             raise ValueError("consolidate() came before any step(): SI measures importance while a task is learnt")
         newest = {}
         for parameter, name in self._names.items():
-            if name in self._path and (memory := self._memory_of(parameter)):
+            if name in self._path and (memory := self._memory_of(parameter, name)):
                 value = parameter.to(precise(parameter.dtype), copy=True)
                 newest[name] = path_importance(memory[0], self._path[name], value - memory[1], self.xi), value
                 check_finite(name, newest[name][0])

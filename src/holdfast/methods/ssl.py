@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.hooks import Hook, inside_transform, needs_grad
+from holdfast.importance import precise
 from holdfast.methods.anchor import Form, check_finite
 from holdfast.methods.mas import MAS, squared_norm
 from holdfast.methods.method import modules_of, number
 from holdfast.neurons import LAYERS, neuron_axis, width_of
-from holdfast.persample import Batch, device_of, precise, samples_of, select, sum_over_samples
+from holdfast.persample import Batch, device_of, select, sum_over_samples
 
 _ACTIVATIONS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
@@ -187,7 +188,7 @@ class SSL(MAS):
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         neurons: dict[str, Tensor] = {}
-        measured = self._listening(samples_of(batches, self.samples, device_of(self.model)), active, neurons)
+        measured = self._listening(self._samples(batches), active, neurons)
         sums, count = sum_over_samples(self.model, self._parameters(), measured, squared_norm, torch.abs, active)
         means = self._mean(sums, count)
         self._newest = self._mean(neurons, count)

@@ -30,7 +30,6 @@ class Images:
         shape = (1, -1, 1, 1)
         self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
         self.fill = (self.mean if stream.frame.fill == "mean" else 0 * self.mean).round().to(torch.uint8)
-
         self._orders: dict[int, Tensor] = {}
         self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -44,6 +43,10 @@ class Images:
             return taken
         with torch.cuda.stream(self._side):
             return taken.pin_memory().to(self.device, non_blocking=True)
+
+    def bring(self, whole: "Pass") -> "Pass":
+        """A pass to where its images are taken from."""
+        return whole.to(self.device) if self.resident else whole
 
     def order_of(self, task: Task) -> Tensor | None:
         """The order of the task's pixels, on the device, where it stays: to bring it there is to wait."""
@@ -111,6 +114,11 @@ def inputs(images: Images, task: Task, part: Pass, taken: Tensor | None = None) 
     return rotate(x, task.angle) if task.angle else x
 
 
+def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -> Batch:
+    """Inputs and labels."""
+    return inputs(images, task, part, taken), images.labels[part.places.to(images.device)]
+
+
 def padded(pixels: Tensor, fill: Tensor, padding: int) -> Tensor:
     """Images with a border of this width and colour."""
     count, channels, height, width = pixels.shape
@@ -156,10 +164,9 @@ class Batches:
         return -(-len(self.whole.places) // self.size)
 
     def __iter__(self) -> Iterator[Batch]:
-        whole = self.whole.to(self.images.device) if self.images.resident else self.whole
+        whole = self.images.bring(self.whole)
         for start in range(0, len(whole.places), self.size):
-            part = whole[slice(start, start + self.size)]
-            yield inputs(self.images, self.task, part), self.images.labels[part.places.to(self.images.device)]
+            yield batch(self.images, self.task, whole[slice(start, start + self.size)])
 
 
 class Shuffled:
@@ -181,23 +188,20 @@ class Shuffled:
 
     def __next__(self) -> Batch:
         if self._pass is None or self.position + self.size > len(self.task.train):
-            if self._pass is not None:
-                self.position = 0
             self._begin()
         assert self._pass is not None
         part = self._pass[slice(self.position, self.position + self.size)]
         self.position += self.size
-        x = inputs(self.images, self.task, part, self._ahead)
+        drawn = batch(self.images, self.task, part, self._ahead)
         following = self._pass.places[self.position : self.position + self.size]
         fetch = not self.images.resident and len(following) == self.size
         self._ahead = self.images.take(following) if fetch else None
-        return x, self.images.labels[part.places.to(self.images.device)]
+        return drawn
 
     def _begin(self) -> None:
-        self._ahead = None
+        self._ahead, self.position = None, 0
         self.began = self.generator.get_state()
-        drawn = random_pass(self.images.stream, self.task.train, self.generator)
-        self._pass = drawn.to(self.images.device) if self.images.resident else drawn
+        self._pass = self.images.bring(random_pass(self.images.stream, self.task.train, self.generator))
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """Where the pass is, and the generator's state from which it was drawn."""

@@ -107,36 +107,33 @@ def split(
             f"{source.name} has {len(chosen)} classes, which do not make {count} tasks of {per_task}; a task needs two"
         )
     made = []
-    labels = torch.cat([source.train.labels, source.test.labels])
     within = torch.full((classes,), -1)
     for number in range(count):
         active = chosen[number * per_task : (number + 1) * per_task]
-        within[list(active)] = torch.arange(per_task)
+        within[active] = torch.arange(per_task)
         name = ", ".join(source.classes[c] for c in active)
-        made.append(_task(name, active, source, active, validation, seed))
-    return _stream(f"{source.name} in {count} x {per_task}", source, within[labels], made, frame, classes)
+        made.append(_task(name, source, active, validation, seed))
+    return _stream(f"{source.name} in {count} x {per_task}", source, within, made, frame)
 
 
 def permuted(source: Source, frame: Frame, *, tasks: int, validation: float = 0.1, seed: int = 0) -> Stream:
     """All classes in every task, with the pixels of all images in another order in each; as they are in the first."""
     every = tuple(range(len(source.classes)))
     generator = torch.Generator().manual_seed(seed)
-    base = _task("as they are", every, source, every, validation, seed)
+    base = _task("as they are", source, every, validation, seed)
     if tasks < 1:
         raise ValueError(f"a stream needs at least one task, got {tasks}")
     orders = [torch.randperm(frame.size**2, generator=generator) for _ in range(tasks - 1)]
     made = [base, *(replace(base, name=f"permutation {i}", permutation=order) for i, order in enumerate(orders, 1))]
-    labels = torch.cat([source.train.labels, source.test.labels])
-    return _stream(f"{source.name} permuted", source, labels, made, frame, len(every))
+    return _stream(f"{source.name} permuted", source, torch.arange(len(every)), made, frame)
 
 
 def rotated(source: Source, frame: Frame, *, angles: Sequence[float], validation: float = 0.1, seed: int = 0) -> Stream:
     """All classes in every task, with all images turned by another angle in each, in degrees to the left."""
     every = tuple(range(len(source.classes)))
-    base = _task("", every, source, every, validation, seed)
+    base = _task("", source, every, validation, seed)
     made = [replace(base, name=f"{angle:g} degrees", angle=float(angle)) for angle in angles]
-    labels = torch.cat([source.train.labels, source.test.labels])
-    return _stream(f"{source.name} rotated", source, labels, made, frame, len(every))
+    return _stream(f"{source.name} rotated", source, torch.arange(len(every)), made, frame)
 
 
 def _ordered(classes: int, order: Sequence[int] | int | None) -> list[int]:
@@ -151,9 +148,7 @@ def _ordered(classes: int, order: Sequence[int] | int | None) -> list[int]:
     return chosen
 
 
-def _task(
-    name: str, active: Sequence[int], source: Source, classes: Sequence[int], validation: float, seed: int
-) -> Task:
+def _task(name: str, source: Source, classes: Sequence[int], validation: float, seed: int) -> Task:
     if not 0 <= validation < 1:
         raise ValueError(f"validation is a share of the training images, at least 0 and below 1; got {validation}")
     train, aside = [], []
@@ -171,10 +166,11 @@ def _task(
         train.append(places[held:])
     tested = torch.isin(source.test.labels, torch.tensor(list(classes))).nonzero().flatten()
     parts = torch.cat(train).sort().values, torch.cat(aside).sort().values, tested + len(source.train.labels)
-    return Task(name, tuple(active), *parts)
+    return Task(name, tuple(classes), *parts)
 
 
-def _stream(name: str, source: Source, labels: Tensor, tasks: Sequence[Task], frame: Frame, outputs: int) -> Stream:
+def _stream(name: str, source: Source, within: Tensor, tasks: Sequence[Task], frame: Frame) -> Stream:
+    """`within` says of each class how it is labelled within its task."""
     if not tasks:
         raise ValueError("a stream needs at least one task")
     pixels = torch.cat([source.train.pixels, source.test.pixels])
@@ -183,4 +179,5 @@ def _stream(name: str, source: Source, labels: Tensor, tasks: Sequence[Task], fr
         raise ValueError(f"a frame of {frame.size} does not fit into images of {side}, padding included")
     first = pixels[tasks[0].train].float() / 255  # later tasks are not known yet
     mean, std = first.mean((0, 2, 3)), first.std((0, 2, 3)).clamp(min=1e-3)
-    return Stream(name, pixels, labels, tuple(tasks), frame, outputs, mean, std, len(source.train.labels))
+    labels = within[torch.cat([source.train.labels, source.test.labels])]
+    return Stream(name, pixels, labels, tuple(tasks), frame, len(within), mean, std, len(source.train.labels))
