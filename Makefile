@@ -15,8 +15,8 @@ help:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"
 	@touch $@
 
-demo: .venv/demo.installed
-	$(BIN)/python examples/demo.py
+demo: .venv/study.installed
+	$(BIN)/holdfast demo
 
 lint: .venv/dev.installed
 	$(BIN)/ruff check .

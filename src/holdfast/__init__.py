@@ -1,8 +1,11 @@
 """Continual learning by neuron-level plasticity control."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from holdfast.methods import CPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
+if TYPE_CHECKING:
+    from holdfast.methods import CPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
 
 try:
     __version__ = version("holdfast")
@@ -23,3 +26,14 @@ __all__ = [
     "Separate",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The methods, which import torch, when they are first asked for: the command line answers sooner without it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(import_module("holdfast.methods"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,17 +6,19 @@ The one before the newest is kept, so that there is always one to go back to.
 
 import hashlib
 import io
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast import atomic
+from holdfast.errors import UserError
+
 _MAGIC = b"holdfast checkpoint 1\n"
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be used; the message is one line that names the file and says what to do."""
 
 
@@ -26,24 +28,13 @@ def save(path: Path, state: dict[str, Any]) -> None:
     torch.save(state, payload)
     content = payload.getvalue()
     try:
-        _write(path, _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        whole = _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+        atomic.write(path, whole, scratch=path.with_suffix(".writing"), keep=previous(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}; make room or choose another folder. What was saved "
             "before is still there"
         ) from error
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".writing")
-    with fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    if path.exists():
-        path.replace(previous(path))
-    fresh.replace(path)
 
 
 def previous(path: Path) -> Path:

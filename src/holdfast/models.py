@@ -7,25 +7,26 @@ import torch
 from torch import Tensor, nn
 
 
-def paper_cnn(classes: int, channels: int = 3) -> nn.Sequential:
-    """The paper's network for 32x32 images. Its task head is `model.head`.
+def paper_cnn(classes: int, channels: int = 3, width: float = 1.0) -> nn.Sequential:
+    """The paper's network for 32x32 images, or one of another width. Its task head is `model.head`.
 
     >>> sum(p.numel() for p in paper_cnn(classes=100).parameters())
     1544932
     """
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     inputs = channels
-    for number, outputs in enumerate((64, 256, 128), start=1):
+    for number, outputs in enumerate(_widths((64, 256, 128), width), start=1):
         blocks[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1)
         blocks[f"norm{number}"] = nn.InstanceNorm2d(outputs)
         blocks[f"relu{number}"] = nn.ReLU()
         blocks[f"pool{number}"] = nn.MaxPool2d(2)
         inputs = outputs
     blocks["flatten"] = nn.Flatten()
-    blocks["hidden"] = nn.Linear(128 * 4 * 4, 512)
+    (hidden,) = _widths((512,), width)
+    blocks["hidden"] = nn.Linear(inputs * 4 * 4, hidden)
     blocks["relu"] = nn.ReLU()
     blocks["dropout"] = nn.Dropout(0.2)
-    blocks["head"] = nn.Linear(512, classes)
+    blocks["head"] = nn.Linear(hidden, classes)
     return nn.Sequential(blocks)
 
 
@@ -49,7 +50,7 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def small_cnn(classes: int, channels: int = 1, size: int = 8) -> nn.Sequential:
+def small_cnn(classes: int, channels: int = 1, size: int = 8, width: float = 1.0) -> nn.Sequential:
     """Two convolutions and a hidden layer, for images as small as 8x8. Its task head is `model.head`.
 
     >>> sum(p.numel() for p in small_cnn(classes=10).parameters())
@@ -57,18 +58,28 @@ def small_cnn(classes: int, channels: int = 1, size: int = 8) -> nn.Sequential:
     """
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     inputs = channels
-    for number, outputs in enumerate((16, 32), start=1):
+    for number, outputs in enumerate(_widths((16, 32), width, multiple=4), start=1):
         blocks[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1)
         blocks[f"norm{number}"] = nn.GroupNorm(4, outputs)
         blocks[f"relu{number}"] = nn.ReLU()
         blocks[f"pool{number}"] = nn.MaxPool2d(2)
         inputs = outputs
     blocks["flatten"] = nn.Flatten()
-    blocks["hidden"] = nn.Linear(32 * (size // 4) ** 2, 250)
+    (hidden,) = _widths((250,), width)
+    blocks["hidden"] = nn.Linear(inputs * (size // 4) ** 2, hidden)
     blocks["relu"] = nn.ReLU()
     blocks["dropout"] = nn.Dropout(0.2)
-    blocks["head"] = nn.Linear(250, classes)
+    blocks["head"] = nn.Linear(hidden, classes)
     return nn.Sequential(blocks)
+
+
+def _widths(usual: Sequence[int], width: float, multiple: int = 1) -> list[int]:
+    """`width` times as many neurons as usual, as multiples of `multiple` and at least that.
+
+    >>> _widths((64, 256), 0.1), _widths((64, 256), 0.1, multiple=4)
+    ([6, 26], [8, 24])
+    """
+    return [max(1, round(number * width / multiple)) * multiple for number in usual]
 
 
 class GrowingHead(nn.Module):
@@ -99,31 +110,31 @@ class GrowingHead(nn.Module):
 Shape = tuple[int, int, int]
 
 
-def _paper_cnn(shape: Shape, outputs: int) -> nn.Sequential:
+def _paper_cnn(shape: Shape, outputs: int, width: float) -> nn.Sequential:
     if shape[1:] != (32, 32):
         raise ValueError(
             f"the paper's network is for images of 32x32, these are {shape[1]}x{shape[2]}: use small_cnn or mlp"
         )
-    return paper_cnn(outputs, shape[0])
+    return paper_cnn(outputs, shape[0], width)
 
 
-def _small_cnn(shape: Shape, outputs: int) -> nn.Sequential:
+def _small_cnn(shape: Shape, outputs: int, width: float) -> nn.Sequential:
     if shape[1] != shape[2] or shape[1] < 4:
         raise ValueError(f"small_cnn is for square images of at least 4x4, these are {shape[1]}x{shape[2]}")
-    return small_cnn(outputs, shape[0], shape[1])
+    return small_cnn(outputs, shape[0], shape[1], width)
 
 
-def _mlp(shape: Shape, outputs: int) -> nn.Sequential:
-    return mlp(shape[0] * shape[1] * shape[2], [100, 100, 100], outputs)
+def _mlp(shape: Shape, outputs: int, width: float) -> nn.Sequential:
+    return mlp(shape[0] * shape[1] * shape[2], _widths((100, 100, 100), width), outputs)
 
 
-MODELS: dict[str, Callable[[Shape, int], nn.Sequential]] = {
+MODELS: dict[str, Callable[[Shape, int, float], nn.Sequential]] = {
     "paper_cnn": _paper_cnn,
     "small_cnn": _small_cnn,
     "mlp": _mlp,
 }
 
 
-def build_model(name: str, shape: Shape, outputs: int) -> nn.Sequential:
-    """A model for inputs of `shape`, by name."""
-    return MODELS[name](shape, outputs)
+def build_model(name: str, shape: Shape, outputs: int, width: float = 1.0) -> nn.Sequential:
+    """A model for inputs of `shape`, by name, with hidden layers `width` times as wide as usual."""
+    return MODELS[name](shape, outputs, width)

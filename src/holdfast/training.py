@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import holdfast
-from holdfast import checkpoint, metrics
-from holdfast.methods import METHODS, Joint, Method
+from holdfast import checkpoint
+from holdfast.methods import METHODS, Joint, Method, Separate
 from holdfast.methods.method import number
 from holdfast.methods.plastic import Plastic
 from holdfast.models import MODELS, GrowingHead, build_model
+from holdfast.record import Point, Record
 from holdfast.streams.batches import Batches, Images, Rehearsal, Shuffled
 from holdfast.streams.tasks import Stream, Task
+from holdfast.watching import SAMPLES, Watch
 
 Precision = Literal["float32", "tf32", "bf16"]
 Part = Literal["test", "validation"]
@@ -45,6 +47,7 @@ class Plan:
         method: the name of a method.
         settings: its settings, where they are not the defaults.
         model: the name of a model.
+        width: how wide its hidden layers are, as a share of what they usually are.
         seed: of the model, the order of the images and all else that is random.
         lr: the learning rate of the optimizer, which is plain SGD as in the paper.
         batch: images in a batch.
@@ -54,7 +57,9 @@ class Plan:
         heads: "masked": one output layer for all tasks, of which the loss and the test see the task's own outputs;
             "growing": outputs are added when a task comes. A task whose outputs are not there yet counts as guessed.
         judged_on: "test", or "validation" to choose settings.
-        curve: steps between two points of the curves within a task; none if 0.
+        curve: how many points the curves have in each task, the one at its end among them.
+        neurons: whether it is recorded what the neurons do: how their activations before the head change, and, of a
+            method that knows it, how important they are over time.
         precision: of the training. "bf16" is autocast.
         compile: whether the model is compiled.
         deterministic: whether the same run must give the same bits on the same machine, on a GPU too.
@@ -63,6 +68,7 @@ class Plan:
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     model: str = "paper_cnn"
+    width: float = 1.0
     seed: int = 0
     lr: float = 0.05
     batch: int = 512
@@ -70,26 +76,32 @@ class Plan:
     epoch: Epoch = "paper"
     heads: Heads = "masked"
     judged_on: Part = "test"
-    curve: int = 0
+    curve: int = 1
+    neurons: bool = False
     precision: Precision = "float32"
     compile: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("method", METHODS), ("model", MODELS)):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in list(known):
                 raise ValueError(f"there is no {name} {getattr(self, name)!r}; there are {', '.join(known)}")
         for name, choices in (("epoch", Epoch), ("heads", Heads), ("judged_on", Part), ("precision", Precision)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}")
+        if not isinstance(self.settings, Mapping):
+            raise ValueError(f"settings must be names and values, got {self.settings!r}")
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _plain(item.name, getattr(self, item.name)))
-        for name in ("lr", "epochs"):
-            number(name, getattr(self, name), above=0)
-        for name, least in (("batch", 1), ("curve", 0), ("seed", 0)):
+        for name in ("lr", "epochs", "width"):
+            object.__setattr__(self, name, number(name, getattr(self, name), above=0))
+        for name, least in (("batch", 1), ("curve", 1), ("seed", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("neurons", "compile", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("free", "sample"):
             if name in self.settings:
                 raise ValueError(f"{name} is no setting of a plan: a run sees to it itself")
@@ -98,41 +110,6 @@ class Plan:
         """How many steps a task is learnt for, at least one."""
         samples = stream.epoch if self.epoch == "paper" else len(task.train)
         return max(1, int(self.epochs * samples / min(self.batch, len(task.train)) + 1e-6))
-
-
-@dataclass
-class Record:
-    """What came out of a run. Accuracies are between 0 and 1; the matrix is `[after task i, on task j]`."""
-
-    stream: str
-    tasks: list[str]
-    plan: dict[str, Any]
-    settings: dict[str, Any]
-    """All settings of the method, the defaults among them."""
-    device: str
-    versions: dict[str, str]
-    untrained: list[float] = field(default_factory=list)
-    matrix: list[list[float]] = field(default_factory=list)
-    curves: list[dict[str, Any]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: {"training": 0.0, "consolidating": 0.0, "judging": 0.0})
-    images: int = 0
-    peak_bytes: int = 0
-    failure: dict[str, Any] | None = None
-
-    @property
-    def summary(self) -> dict[str, float | None] | None:
-        """What is read off the matrix, if the run came to its end."""
-        if self.failure is not None or len(self.matrix) < len(self.tasks):
-            return None
-        return metrics.summarise(self.matrix, self.untrained).as_dict()
-
-    @property
-    def images_per_second(self) -> float:
-        return self.images / self.seconds["training"] if self.seconds["training"] else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON."""
-        return {**dataclasses.asdict(self), "summary": self.summary, "images_per_second": self.images_per_second}
 
 
 @dataclass(frozen=True)
@@ -145,6 +122,8 @@ class Progress:
     steps: int
     accuracy: float | None
     """The average over the tasks seen, when last judged."""
+    point: Point | None = None
+    """What was found, if it was judged just now."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -159,6 +138,7 @@ def train(
     folder: Path | None = None,
     save_every: float = 60.0,
     tell: Callable[[Progress], None] | None = None,
+    mark: Callable[[Point], None] | None = None,
 ) -> Record:
     """Learn the tasks of `stream` one after another, as `plan` says.
 
@@ -170,14 +150,19 @@ def train(
             been.
         save_every: seconds between two checkpoints.
         tell: is called after every step with where the run is.
+        mark: is called with every point of the curves and the end of every task, those from before an interruption
+            among them.
     """
-    where = _device(device)
+    where = choose_device(device)
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with _alone(), torch.random.fork_rng(cuda), _numerics(plan), _interruptible() as interrupted:
         run = _Run(stream, plan, where)
         path = None if folder is None else Path(folder) / "checkpoint.pt"
         if path is not None and (state := checkpoint.load(path)) is not None:
             run.load_state_dict(state, path)
+            if mark is not None:
+                for point in run.record.timeline:
+                    mark(point)
             if run.ended:
                 return run.record
         elif path is not None:
@@ -186,6 +171,8 @@ def train(
         for progress in run:
             if tell is not None:
                 tell(progress)
+            if mark is not None and progress.point is not None:
+                mark(progress.point)
             if path is not None and (interrupted.is_set() or time.monotonic() - saved >= save_every):
                 checkpoint.save(path, run.state_dict())
                 saved = time.monotonic()
@@ -208,7 +195,7 @@ class _Run:
         self.fingerprint = stream.fingerprint
         torch.manual_seed(plan.seed)
         self.images = Images(stream, device)
-        self.model = build_model(plan.model, stream.shape, stream.outputs).to(device)
+        self.model = build_model(plan.model, stream.shape, stream.outputs, plan.width).to(device)
         self.growing: GrowingHead | None = None
         if plan.heads == "growing":
             assert isinstance(self.model.head, nn.Linear)
@@ -225,7 +212,16 @@ class _Run:
         self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all outputs were finite when last judged
         names = [task.name for task in stream.tasks]
         settings = {**_defaults(METHODS[plan.method]), **plan.settings}
-        self.record = Record(stream.name, names, dataclasses.asdict(plan), settings, _name_of(device), _versions())
+        self.record = Record(
+            stream.name,
+            names,
+            dataclasses.asdict(plan),
+            settings,
+            _name_of(device),
+            _versions(),
+            [plan.steps(stream, task) for task in stream.tasks],
+        )
+        self.watch = self._build_watch() if plan.neurons else None
 
     def _build_method(self) -> Method:
         kind = METHODS[self.plan.method]
@@ -239,6 +235,11 @@ class _Run:
             return kind(self.model, optimizer, **settings)
         except TypeError as error:
             raise ValueError(f"settings of {self.plan.method}: {error}") from error
+
+    def _build_watch(self) -> Watch:
+        task = self.stream.tasks[0]
+        samples, _ = next(iter(Batches(self.images, task, task.train, SAMPLES, seed=self.plan.seed)))
+        return Watch(self.model, self.method, samples)
 
     def _nodes(self) -> list[tuple[int, ...]]:
         """The output nodes of each task."""
@@ -275,15 +276,16 @@ class _Run:
             self.record.untrained = self._judge()
         accuracy = None
         while not self.ended:
-            steps = self.plan.steps(self.stream, self.stream.tasks[self.task])
+            steps = self.record.steps[self.task]
             while self.step < steps and self.record.failure is None:
                 self._learn(last=self.step + 1 == steps)
-                if self.plan.curve and self.step % self.plan.curve == 0 and self.record.failure is None:
-                    accuracy = self._mark()
-                yield Progress(self.task, len(self.stream.tasks), self.step, steps, accuracy)
+                point = self._mark() if self._due(steps) else None
+                accuracy = accuracy if point is None else point.average
+                yield Progress(self.task, len(self.stream.tasks), self.step, steps, accuracy, point)
             if self.record.failure is None:
-                accuracy = self._finish_task()
-                yield Progress(self.task, len(self.stream.tasks), 0, steps, accuracy)
+                point = self._finish_task()
+                accuracy = accuracy if point is None else point.average
+                yield Progress(self.task, len(self.stream.tasks), 0, steps, accuracy, point)
         self.record.peak_bytes = max(self.record.peak_bytes, _peak(self.device))
 
     def _learn(self, *, last: bool) -> None:
@@ -313,28 +315,39 @@ class _Run:
         still_good = [point for point in self.record.curves if (point["task"], point["step"]) <= (self.task, step)]
         self.record.curves = still_good
 
-    def _mark(self) -> float:
+    def _due(self, steps: int) -> bool:
+        """Whether this is a moment for a point of the curves. The end of a task is judged anyway."""
+        points = self.plan.curve
+        due = self.step * points // steps > (self.step - 1) * points // steps
+        return due and self.step < steps and self.record.failure is None
+
+    def _mark(self) -> Point:
         accuracies = self._judge(self.task + 1)
         self.record.curves.append({"task": self.task, "step": self.step, "accuracy": accuracies})
-        return sum(accuracies) / len(accuracies)
+        if self.watch is not None:
+            self.watch.mark(self.task, self.step)
+        return self.record.timeline[-1]
 
-    def _finish_task(self) -> float | None:
+    def _finish_task(self) -> Point | None:
         accuracies = self._judge()
         if not bool(self.sound):
             self._fail(self.step, _NOT_FINITE)
             return None
+        if self.watch is not None:
+            self.watch.finish_task(self.task, self.step)
+            self.record.neurons = self.watch.found
         try:
             self._consolidate(self.task)
         except FloatingPointError as error:
             self._fail(self.step, str(error))
             return None
         self.record.matrix.append(accuracies)
-        accuracies = accuracies[: self.task + 1]
+        point = self.record.timeline[-1]
         self.task, self.step = self.task + 1, 0
         if self.task < len(self.stream.tasks):
             self._grow()
             self.batches = self._batches()
-        return sum(accuracies) / len(accuracies)
+        return point
 
     def _consolidate(self, number: int) -> None:
         began = time.monotonic()
@@ -358,6 +371,8 @@ class _Run:
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self.model.eval()
         found = [self._accuracy(number) for number in range(len(self.stream.tasks))[:tasks]]
+        if isinstance(self.method, Separate) and self.record.matrix:  # finished tasks have models of their own
+            found[: self.task] = self.record.matrix[-1][: self.task]
         self.model.train()
         self.record.seconds["judging"] += time.monotonic() - began
         return found
@@ -391,6 +406,7 @@ class _Run:
             "step": self.step,
             "not_finite": int(self.not_finite),
             "record": dataclasses.asdict(self.record),
+            "watch": None if self.watch is None else self.watch.state_dict(),
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -420,11 +436,14 @@ class _Run:
             torch.cuda.set_rng_state(state["random_of_gpu"], self.device)
         self.not_finite.fill_(state["not_finite"])
         self.record = Record(**state["record"])
+        if self.watch is not None:
+            self.watch.load_state_dict(state["watch"])
         if (here := _name_of(self.device)) not in self.record.device:
             self.record.device += f", then {here}"
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device that is asked for, if it is there; a GPU if none is and there is one."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} was asked for, but there is no GPU here")

@@ -15,13 +15,15 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+from holdfast.errors import UserError
+
 _ATTEMPTS = 3
 _WAIT_SECONDS = 2.0
 _MOST_BYTES = 2**30
 _SUMS = "checksums.md5"  # as md5sum writes and checks it
 
 
-class DataError(Exception):
+class DataError(UserError):
     """Something is wrong with the data; the message is one line that says what and what to do."""
 
     def __init__(self, message: str) -> None:

@@ -1,0 +1,105 @@
+"""The numbers of a study as files for other programs: CSV and JSON lines."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast import atomic
+from holdfast.metrics import Summary
+from holdfast.study.records import Entry
+from holdfast.study.tables import Comparison, Estimate, Row, compare
+
+METRICS = tuple(item.name for item in dataclasses.fields(Summary))
+"""The names of all that is read off a matrix."""
+
+TABLE = ("stream", "tasks", "judged_on", "method", "quantity", "task", "mean", "standard_error", "runs")
+"""The columns of `table.csv`."""
+
+
+def write(folder: Path, entries: Sequence[Entry]) -> list[Path]:
+    """Write `runs.csv`, `runs.jsonl` and `table.csv` to `folder`."""
+    lines = [run_line(entry) for entry in entries]
+    contents = {
+        "runs.csv": _csv([flat(line) for line in lines]),
+        "runs.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines),
+        "table.csv": _csv(table_lines(compare(entries)), TABLE),
+    }
+    for name, content in contents.items():
+        atomic.write(folder / name, content.encode(errors="replace"))
+    return [folder / name for name in contents]
+
+
+def run_line(entry: Entry) -> dict[str, Any]:
+    """What is known of a run. What came out of it is None as long as it has not ended."""
+    run, record = entry.run, entry.record
+    plan = {name: value for name, value in run.plan.items() if name not in ("seed", "settings")}
+    line = {
+        "run": run.id,
+        "name": run.name,
+        "stream": run.stream,
+        "tasks": run.tasks,
+        "state": entry.state,
+        "seed": run.plan["seed"],
+        "plan": plan,
+        "settings": dict(run.plan["settings"]),
+    }
+    ended = ("summary", "accuracy", "device", "versions", "seconds", "images_per_second", "peak_bytes", "failure")
+    if record is None:
+        return line | dict.fromkeys(ended)
+    outcome = record.as_dict() | {"accuracy": record.matrix[-1] if record.matrix else None}
+    return line | {"settings": record.settings} | {name: outcome[name] for name in ended}
+
+
+def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values within values by names of their own.
+
+    >>> flat({"seed": 0, "plan": {"lr": 0.1}, "accuracy": [0.9, 0.8]})
+    {'seed': 0, 'plan.lr': 0.1, 'accuracy.1': 0.9, 'accuracy.2': 0.8}
+    """
+    found: dict[str, Any] = {}
+    for name, value in line.items():
+        inner = {str(place): each for place, each in enumerate(value, 1)} if isinstance(value, list) else value
+        found |= flat(inner, f"{prefix}{name}.") if isinstance(inner, Mapping) else {f"{prefix}{name}": inner}
+    return found
+
+
+def table_lines(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
+    """A line for each number of each row of each comparison; what no run has is left out."""
+    return [
+        {
+            "stream": comparison.stream,
+            "tasks": len(comparison.tasks),
+            "judged_on": comparison.judged_on,
+            "method": row.name,
+            "quantity": quantity,
+            "task": task,
+            "mean": found.mean,
+            "standard_error": found.error,
+            "runs": found.runs,
+        }
+        for comparison in comparisons
+        for row in comparison.rows
+        for quantity, task, found in _numbers(comparison, row)
+    ]
+
+
+def _numbers(comparison: Comparison, row: Row) -> Iterator[tuple[str, str | None, Estimate]]:
+    for task, found in zip(comparison.tasks, row.tasks, strict=False):
+        yield "accuracy", task, found
+    for name in METRICS:
+        metric = row.metric(name)
+        if metric is not None:
+            yield name, None, metric
+
+
+def _csv(lines: Sequence[Mapping[str, Any]], columns: Iterable[str] = ()) -> str:
+    text = io.StringIO()
+    names = dict.fromkeys([*columns, *(name for line in lines for name in line)])
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,350 @@
+"""The page of a study: one file with all of it, which needs nothing from anywhere else.
+
+What is shown is decided here, how it looks in `page.html.jinja`, `page.css` and `page.js` beside this file.
+"""
+
+import base64
+import hashlib
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import holdfast
+from holdfast import atomic
+from holdfast.record import Record
+from holdfast.study import exports, figures, files
+from holdfast.study.figures import Drawing
+from holdfast.study.records import Entry, Run, State, Study, default_name
+from holdfast.study.tables import Comparison, Row, compare
+from holdfast.study.usual import usual
+
+DEFAULTS: dict[str, Any] = {
+    "settings": {},
+    "model": "paper_cnn",
+    "width": 1.0,
+    "seed": 0,
+    "lr": 0.05,
+    "batch": 512,
+    "epochs": 30,
+    "epoch": "paper",
+    "heads": "masked",
+    "judged_on": "test",
+    "curve": 1,
+    "neurons": False,
+    "precision": "float32",
+    "compile": False,
+    "deterministic": False,
+}
+"""Those of `holdfast.training.Plan`, which this module does not import because that imports torch."""
+
+BOUNDS = ("joint", "separate")
+"""The methods that keep all data, or a model for each task: what others can be measured by, and no rivals of theirs."""
+
+Fact = tuple[str, str]
+"""Something known of a run: what, and its value."""
+
+
+def write(study: Study) -> Path:
+    """Write the page of a study, and beside it its figures and its numbers as files.
+
+    Returns:
+        The path of the page, `index.html`.
+    """
+    entries = study.entries
+    comparisons = _drawn(entries)
+    figures.save([drawing for _, drawings in comparisons for drawing in drawings], study.folder / "figures")
+    exports.write(study.folder, entries)
+    path = study.folder / "index.html"
+    atomic.write(path, _page(study.folder.resolve().name, entries, comparisons).encode(errors="replace"))
+    return path
+
+
+def render(study_name: str, entries: Sequence[Entry]) -> str:
+    """The page as text."""
+    return _page(study_name, entries, _drawn(entries))
+
+
+def _drawn(entries: Iterable[Entry]) -> list[tuple[Comparison, list[Drawing]]]:
+    return [(comparison, figures.draw(comparison)) for comparison in compare(entries)]
+
+
+def _page(name: str, entries: Sequence[Entry], comparisons: list[tuple[Comparison, list[Drawing]]]) -> str:
+    environment = Environment(
+        loader=PackageLoader("holdfast.study", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": _percent, "memory": _memory, "decimal": _decimal, "svg": _svg}
+    script = _asset("page.js")
+    common = _common(entries)
+    return environment.get_template("page.html.jinja").render(
+        name=name,
+        summary=summarise(entries),
+        comparisons=comparisons,
+        best=best,
+        bounds=BOUNDS,
+        common=common,
+        several_streams=len({entry.run.stream for entry in entries}) > 1,
+        groups=_groups(entries, common),
+        version=holdfast.__version__,
+        style=_asset("page.css"),
+        script=script,
+        script_hash=_hash(script),
+    )
+
+
+def _asset(name: str) -> Markup:
+    return Markup((resources.files("holdfast.study") / name).read_text(encoding="utf-8"))
+
+
+def _hash(script: str) -> str:
+    """How a Content-Security-Policy names the one script that may run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+
+
+# ---- in a sentence ----
+
+
+def summarise(entries: Sequence[Entry]) -> str:
+    """What was done, and how far it has come, in a sentence."""
+    if not entries:
+        return "There are no runs in this study yet."
+    streams = list(dict.fromkeys(entry.run.stream for entry in entries))
+    methods = {entry.run.name for entry in entries}
+    seeds = {str(entry.run.plan["seed"]) for entry in entries}
+    where = f"{len(streams)} streams" if len(streams) > 4 else _and(streams)
+    done = f"{_count(len(methods), 'method')} on {where} with {_count(len(seeds), 'seed')}"
+    return f"{done}: {_count(len(entries), 'run')}, {_how_far(entries)}."
+
+
+def _how_far(entries: Sequence[Entry]) -> str:
+    states = [entry.state for entry in entries]
+    finished, failed = states.count("finished"), states.count("failed")
+    counts = {"finished": finished, "failed": failed, "unfinished": len(states) - finished - failed}
+    if len(states) in counts.values():
+        (state,) = (state for state, count in counts.items() if count)
+        return f"all {state}" if len(states) > 1 else state
+    return _and([f"{count} {state}" for state, count in counts.items() if count])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# ---- the table ----
+
+
+def best(comparison: Comparison) -> list[Row]:
+    """The rows with the highest average of all that are rivals."""
+    found = [
+        (final.mean, row)
+        for row in comparison.rows
+        if (final := row.metric("final")) is not None and row.entries[0].run.plan["method"] not in BOUNDS
+    ]
+    highest = max((mean for mean, _ in found), default=None)
+    return [row for mean, row in found if mean == highest]
+
+
+# ---- the runs ----
+
+
+class Line(NamedTuple):
+    """A run in the list of its group."""
+
+    entry: Entry
+    state: State
+    facts: list[Fact]
+    """What others of its group do not share."""
+    failure: str | None
+
+
+class Group(NamedTuple):
+    """The runs that differ in their seeds alone."""
+
+    run: Run
+    how_far: str
+    facts: list[Fact]
+    """What they share, and not all runs of the study do."""
+    lines: list[Line]
+    command: str
+
+
+def _groups(entries: Iterable[Entry], common: Sequence[Fact]) -> list[Group]:
+    alike: dict[str, list[Entry]] = {}
+    for entry in entries:
+        run = entry.run
+        plan = {name: value for name, value in run.plan.items() if name != "seed"}
+        alike.setdefault(json.dumps([run.stream, run.tasks, run.name, plan], sort_keys=True), []).append(entry)
+    found = [_group(sorted(group, key=_by_seed), common) for group in alike.values()]
+    return sorted(found, key=lambda group: (group.run.stream, group.run.name.casefold()))
+
+
+def _by_seed(entry: Entry) -> tuple[int, str]:
+    seed = str(entry.run.plan["seed"])
+    return len(seed), seed
+
+
+def _group(entries: list[Entry], common: Sequence[Fact]) -> Group:
+    run = entries[0].run
+    ended = [_found(entry.record) for entry in entries if entry.record is not None]
+    shared = [*_planned(run), *(_shared(ended) if ended else _facts(run.plan["settings"]))]
+    known = {*common, *shared}
+    lines = [_line(entry, known) for entry in entries]
+    seeds = [entry.run.plan["seed"] for entry in entries]
+    own = [fact for fact in shared if fact not in common]
+    return Group(run, _how_far(entries), own, lines, command(run, seeds))
+
+
+def _line(entry: Entry, known: set[Fact]) -> Line:
+    record = entry.record
+    if record is None:
+        return Line(entry, entry.state, [], None)
+    return Line(entry, entry.state, [fact for fact in _found(record) if fact not in known], _failure(record))
+
+
+def _common(entries: Sequence[Entry]) -> list[Fact]:
+    """What all runs share; of where they ran, all that have ended."""
+    planned = [_planned(entry.run) for entry in entries]
+    conditions = [_conditions(entry.record) for entry in entries if entry.record is not None]
+    return [*_shared(planned), *_shared(conditions)]
+
+
+def _planned(run: Run) -> list[Fact]:
+    """What was asked for, but the seed and the settings of the method."""
+    fields = {name: value for name, value in run.plan.items() if name not in ("seed", "settings")}
+    return _facts({"stream": run.stream, "tasks": "all" if run.tasks is None else run.tasks} | fields)
+
+
+def _found(record: Record) -> list[Fact]:
+    """What only a run that has ended knows."""
+    return [*_facts(record.settings), *_conditions(record)]
+
+
+def _conditions(record: Record) -> list[Fact]:
+    return _facts({"device": record.device} | record.versions)
+
+
+def _facts(values: Mapping[str, Any]) -> list[Fact]:
+    return [(str(name), _text(value)) for name, value in values.items()]
+
+
+def _shared(several: Sequence[list[Fact]]) -> list[Fact]:
+    if not several:
+        return []
+    first, *others = several
+    everywhere = set(first).intersection(*others)
+    return [fact for fact in first if fact in everywhere]
+
+
+def _failure(record: Record) -> str | None:
+    if record.failure is None:
+        return None
+    task, step = record.failure.get("task"), record.failure.get("step")
+    where = f"in task {task + 1}, step {step}: " if isinstance(task, int) else ""
+    return f"{where}{record.failure.get('why', 'no reason was recorded')}"
+
+
+# ---- how to run it again ----
+
+
+def command(run: Run, seeds: Sequence[int]) -> str:
+    """The shell command for a run with these seeds; `DIR` stands for the folder of a study.
+
+    What the command does of itself, which for some streams is not what a plan does, is left out.
+
+    >>> command(Run("digits", {"method": "npc", "epochs": 20.0, "settings": {"rate": 0.001}}, None, "mine", ""), [0, 1])
+    'holdfast run digits npc --seeds 2 --epochs 20 --set rate=0.001 --name mine --out DIR'
+    """
+    method, settings = str(run.plan["method"]), run.plan["settings"]
+    words = ["holdfast", "run", run.stream, method]
+    if run.tasks is not None:
+        words += ["--tasks", str(run.tasks)]
+    words += _seeds(seeds)
+    for name, default in (DEFAULTS | usual(run.stream)).items():
+        words += _option(name, run.plan.get(name, default), default)
+    for name, value in settings.items():
+        words += ["--set", f"{name}={_setting(value)}"]
+    if run.name != default_name(method, settings):
+        words += ["--name", run.name]
+    return shlex.join([*words, "--out", "DIR"])
+
+
+def _seeds(seeds: Sequence[int]) -> list[str]:
+    if set(seeds) == set(range(len(seeds))):
+        return ["--seeds", str(len(seeds))]
+    return [word for seed in seeds for word in ("--seed", str(seed))]
+
+
+def _option(name: str, value: Any, default: Any) -> list[str]:
+    if name in ("seed", "settings") or value == default:
+        return []
+    if name == "judged_on":
+        return ["--validation"]
+    return [f"--{name}"] if value is True else [f"--{name}", _text(value)]
+
+
+def _setting(value: Any) -> str:
+    """A value as the command line reads it: in quotes if it is text that would be read as something else.
+
+    >>> _setting("proximal"), _setting("3"), _setting(1e-5), _setting(True)
+    ('proximal', '"3"', '1e-05', 'true')
+    """
+    if isinstance(value, str):
+        return value if value and files.value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- how values are written ----
+
+
+def _text(value: Any) -> str:
+    """A value in few characters, none of its digits lost.
+
+    >>> _text(20.0), _text(1e-05), _text(True), _text(None), _text("mlp"), _text([1, 2])
+    ('20', '1e-05', 'yes', 'none', 'mlp', '[1, 2]')
+    """
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f}"
+
+
+def _decimal(value: Any) -> str:
+    """A number as people read it.
+
+    >>> _decimal(0.0312), _decimal(1.8686), _decimal(12989.17), _decimal("?")
+    ('0.03', '1.87', '12,989', '?')
+    """
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
+
+
+def _memory(size: Any) -> str:
+    """Bytes as people read them; some systems do not say.
+
+    >>> _memory(409190400), _memory(3 * 2**30), _memory(0)
+    ('390 MiB', '3.0 GiB', 'unknown')
+    """
+    if not isinstance(size, int | float) or size <= 0:
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _svg(drawing: Drawing) -> Markup:
+    return Markup(figures.svg(drawing))

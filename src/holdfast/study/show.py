@@ -1,0 +1,187 @@
+"""A study in the terminal: progress while it runs, and tables."""
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from holdfast.study import paper
+from holdfast.study.records import Entry, Run
+from holdfast.study.tables import Comparison, Estimate, Row
+
+if TYPE_CHECKING:
+    from holdfast.study.sweep import Sweep
+    from holdfast.training import Progress as Where
+
+
+class Bars:
+    """A bar for every run that is going on, one for all of them, and a line for each that has ended."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self.console, self.runs, self.ended_so_far = console, runs, 0
+        self.bars: dict[str, TaskID] = {}
+        self.shares: dict[str, float] = {}
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+        )
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        self.all = self.progress.add_task(f"[bold]{self.runs} runs", total=self.runs, accuracy="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for bar in self.bars.values():
+            self.progress.remove_task(bar)
+        self.progress.stop()
+
+    def began(self, run: Run) -> None:
+        if run.id not in self.bars:
+            self.bars[run.id] = self.progress.add_task(escape(run.label), total=1.0, accuracy="")
+
+    def went_on(self, run: Run, progress: "Where") -> None:
+        share = (progress.task + progress.step / progress.steps) / progress.tasks
+        accuracy = "" if progress.accuracy is None else f"{100 * progress.accuracy:.1f}%"
+        self.progress.update(self.bars[run.id], completed=share, accuracy=accuracy)
+        self.shares[run.id] = share
+        self._update_all()
+
+    def ended(self, run: Run, entry: Entry | None, why: str) -> None:
+        self.ended_so_far += 1
+        self.shares.pop(run.id, None)
+        if run.id in self.bars:
+            self.progress.remove_task(self.bars.pop(run.id))
+        self._update_all()
+        self.console.print(f"{escape(run.label)}: {escape(_outcome(entry, why))}", highlight=False)
+
+    def waits(self, runs: int) -> None:
+        self.progress.update(self.all, description=f"[bold]{self.runs} runs[/] ({runs} by another process)")
+
+    def _update_all(self) -> None:
+        self.progress.update(self.all, completed=self.ended_so_far + sum(self.shares.values()))
+
+
+def _outcome(entry: Entry | None, why: str) -> str:
+    if entry is None or entry.record is None:
+        return why
+    record = entry.record
+    if record.failure is not None:
+        return f"failed in task {record.failure['task'] + 1}, step {record.failure['step']}: {record.failure['why']}"
+    assert record.summary is not None
+    return f"{100 * (record.summary['final'] or 0):.1f}% in {sum(record.seconds.values()):.0f} s"
+
+
+# ---- tables ----
+
+
+def _table(title: str | None = None) -> Table:
+    """A table that is narrow enough for a terminal of 80 columns."""
+    return Table(
+        title=None if title is None else escape(title),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def results(comparison: Comparison) -> Table:
+    """The accuracy on each task in the end, and what is read off the matrix, best method first."""
+    table = _table(f"Accuracy in % at the end: {comparison.title}")
+    table.add_column("method")
+    for name in (*comparison.tasks, "average", "learnt", "forgetting"):
+        table.add_column(escape(name), justify="right")
+    for row in comparison.rows:
+        table.add_row(escape(row.name), *_cells(row, len(comparison.tasks)))
+    several = max((len(row.records) for row in comparison.rows), default=0)
+    table.caption = "mean over seeds (standard error)" if several > 1 else "one seed: no standard errors"
+    return table
+
+
+def _cells(row: Row, tasks: int) -> list[str]:
+    if not row.records:
+        return ["failed", *[""] * (tasks + 2)]
+    metrics = [row.metric(name) for name in ("final", "learnt", "forgetting")]
+    return [*(f"{100 * each.mean:.1f}" for each in row.tasks), *(_percent(each, 1) for each in metrics)]
+
+
+def _percent(value: Estimate | None, digits: int) -> str:
+    return "" if value is None else value.percent(digits)
+
+
+def beside_the_paper(comparison: Comparison) -> Table:
+    """Table 1: what came out here, and below it what the paper printed. A star marks what differs."""
+    table = _table(f"Table 1: {comparison.title}")
+    table.add_column("method")
+    for name in (*(f"task {number + 1}" for number in range(len(comparison.tasks))), "average"):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        if not row.records:
+            table.add_row(escape(row.name), "failed")
+            continue
+        ours = [*row.tasks, row.metric("final")]
+        printed = paper.table1(comparison.stream, row.name)
+        if printed is None or len(printed.tasks) != len(comparison.tasks):
+            table.add_row(escape(row.name), *(_percent(each, 2) for each in ours), end_section=True)
+            continue
+        theirs = [*printed.tasks, printed.average]
+        table.add_row(escape(row.name), *(_marked(a, b) for a, b in zip(ours, theirs, strict=True)))
+        table.add_row("  the paper", *(each.percent() for each in theirs), style="dim", end_section=True)
+    table.caption = "mean (standard error); * differs from the paper by more than two standard errors of the difference"
+    return table
+
+
+def _marked(ours: Estimate | None, theirs: Estimate) -> str:
+    if ours is None:
+        return ""
+    return ("*" if paper.differ(ours, theirs) else "") + ours.percent()
+
+
+def search(sweep: "Sweep") -> Table:
+    """The values that were tried, and the best of them."""
+    table = _table()
+    table.add_column(escape(sweep.over), justify="right")
+    table.add_column("average", justify="right")
+    table.add_column("")
+    for tried in sweep.curve:
+        found = "failed" if tried.final is None else tried.final.percent()
+        table.add_row(f"{tried.value:g}", found, "best" if tried.value == sweep.best else "")
+    return table
+
+
+def runs(entries: Sequence[Entry]) -> Table:
+    """Every run of a study and how it stands."""
+    table = Table()
+    for name in ("run", "method", "seed", "state"):
+        table.add_column(name)
+    table.add_column("average, %", justify="right")
+    for entry in entries:
+        summary = entry.record.summary if entry.record is not None else None
+        final = "" if summary is None else f"{100 * (summary['final'] or 0):.2f}"
+        cells = (entry.run.id, entry.run.name, str(entry.run.plan["seed"]), entry.state, final)
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def counts(entries: Iterable[Entry]) -> str:
+    """How many runs are in which state.
+
+    >>> counts([])
+    'no runs'
+    """
+    states: dict[str, int] = {}
+    for entry in entries:
+        states[entry.state] = states.get(entry.state, 0) + 1
+    return ", ".join(f"{number} {state}" for state, number in states.items()) or "no runs"

@@ -1,0 +1,156 @@
+"""The paper's search for a setting: decades first, then finer around the best, on validation images alone."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from holdfast.study.records import Entry, Run, StudyError, read_json, write_json
+from holdfast.study.tables import Estimate, estimate
+from holdfast.training import Plan
+
+DECADES = tuple(10.0**power for power in range(-3, 4))
+FINER = (0.2, 0.5, 2.0, 5.0)
+"""Around the best decade, times this."""
+
+OVER = {"npc": "beta", "cpc": "beta", "lwf": "weight", "ewc": "strength", "mas": "strength"}
+OVER |= {"si": "strength", "ssl": "strength", "finetune": "lr", "joint": "lr", "separate": "lr"}
+"""What is searched for, by method, if nothing else is said."""
+
+Execute = Callable[[Sequence[Run]], list[Entry]]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A value and what it gave: the average accuracy at the end, None if a run with it failed."""
+
+    value: float
+    final: Estimate | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "final": None if self.final is None else self.final._asdict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        final = data["final"]
+        return cls(data["value"], None if final is None else Estimate(**final))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a search found."""
+
+    common: Run
+    """What all its runs have in common; it has none of the values, and is not run."""
+    over: str
+    curve: list[Tried]
+    """All values, the smallest first."""
+
+    @property
+    def best(self) -> float:
+        return best(self.curve)
+
+    @property
+    def at_the_edge(self) -> bool:
+        """Whether the best value is the smallest or the largest that was tried, so that a better one may lie beyond."""
+        return self.best in (self.curve[0].value, self.curve[-1].value)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "stream": self.common.stream,
+            "tasks": self.common.tasks,
+            "plan": dict(self.common.plan),
+            "over": self.over,
+            "best": self.best,
+            "curve": [tried.as_dict() for tried in self.curve],
+        }
+
+    def path(self, folder: Path) -> Path:
+        return folder / "sweeps" / f"{self.common.id}-{self.over}.json"
+
+    def with_those_before(self, folder: Path) -> "Sweep":
+        """With the values that an earlier search for the same tried, if it was saved in `folder`."""
+        if not self.path(folder).exists():
+            return self
+        now = {tried.value for tried in self.curve}
+        before = [Tried.from_dict(data) for data in read_json(self.path(folder))["curve"]]
+        curve = sorted([*self.curve, *(t for t in before if t.value not in now)], key=lambda tried: tried.value)
+        return replace(self, curve=curve)
+
+    def save(self, folder: Path) -> Path:
+        write_json(self.path(folder), self.as_dict())
+        return self.path(folder)
+
+
+def best(curve: Iterable[Tried]) -> float:
+    """The value with the highest mean; the smaller one if several have it."""
+    finished = [(-tried.final.mean, tried.value) for tried in curve if tried.final is not None]
+    if not finished:
+        raise StudyError("no value gave a run that came to its end: try a smaller learning rate")
+    return min(finished)[1]
+
+
+def search(
+    stream: str,
+    plan: Plan,
+    over: str,
+    seeds: int,
+    execute: Execute,
+    *,
+    tasks: int | None = None,
+    values: Sequence[float] = DECADES,
+    finer: Sequence[float] = FINER,
+) -> Sweep:
+    """Try `values` of the setting `over`, then the best of them times each of `finer`.
+
+    Args:
+        stream: to learn.
+        plan: how, but for the setting; always judged on validation images.
+        over: a setting of the method, or "lr".
+        seeds: runs of each value.
+        execute: does runs and returns what came out, as `holdfast.study.running.run_all` does.
+        tasks: of the stream.
+        values: the coarse ones.
+        finer: factors; none for a coarse search alone.
+    """
+
+    def attempt(values: Iterable[float]) -> list[Tried]:
+        found = {value: [_run(stream, plan, over, value, seed, tasks) for seed in range(seeds)] for value in values}
+        ended = {entry.run.id: entry for entry in execute([run for runs in found.values() for run in runs])}
+        return [_tried(value, [ended[run.id] for run in runs]) for value, runs in found.items()]
+
+    coarse = attempt(values)
+    around = sorted({float(f"{best(coarse) * factor:.3g}") for factor in finer} - set(values))
+    curve = sorted(coarse + attempt(value for value in around if acceptable(plan, over, value)), key=lambda t: t.value)
+    return Sweep(Run.of(stream, replace(plan, judged_on="validation"), tasks), over, curve)
+
+
+def acceptable(plan: Plan, over: str, value: float) -> bool:
+    """Whether the method takes this value: a rate, for instance, is at most 1."""
+    from holdfast.study.files import check_settings
+
+    try:
+        made = _with(plan, over, value)
+        check_settings(made.method, made.settings)
+    except (StudyError, ValueError):
+        return False
+    return True
+
+
+def _with(plan: Plan, over: str, value: float) -> Plan:
+    if over == "lr":
+        return replace(plan, lr=value)
+    return replace(plan, settings={**plan.settings, over: value})
+
+
+def _run(stream: str, plan: Plan, over: str, value: float, seed: int, tasks: int | None) -> Run:
+    made = replace(_with(plan, over, value), seed=seed, judged_on="validation")
+    return Run.of(stream, made, tasks, f"{plan.method} {over}={value:g}")
+
+
+def _tried(value: float, entries: Sequence[Entry]) -> Tried:
+    summaries = [entry.record.summary for entry in entries if entry.record is not None]
+    finals = [s["final"] for s in summaries if s is not None and s["final"] is not None]
+    complete = len(finals) == len(entries) and all(math.isfinite(final) for final in finals)
+    return Tried(value, estimate(finals) if complete else None)

@@ -1,0 +1,121 @@
+"""What several runs say together: means and standard errors over seeds, method beside method."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from holdfast.record import Record
+from holdfast.study.records import Entry
+
+
+class Estimate(NamedTuple):
+    """A mean over runs, and its standard error, which one run alone does not have."""
+
+    mean: float
+    error: float | None
+    runs: int
+
+    def percent(self, digits: int = 2) -> str:
+        """As the paper writes it: the mean in percent, and its standard error in brackets.
+
+        >>> Estimate(0.7187, 0.0065, 3).percent()
+        '71.87(0.65)'
+        >>> Estimate(0.7187, None, 1).percent()
+        '71.87'
+        """
+        error = "" if self.error is None else f"({100 * self.error:.{digits}f})"
+        return f"{100 * self.mean:.{digits}f}{error}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of values and its standard error.
+
+    >>> estimate([0.5, 0.7])
+    Estimate(mean=0.6, error=0.1, runs=2)
+    """
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Estimate(fmean(values), None if error is None else round(error, 12), len(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of one method with the same settings, which differ in their seeds."""
+
+    name: str
+    entries: list[Entry]
+
+    @property
+    def records(self) -> list[Record]:
+        """Of the runs that came to their end."""
+        return [e.record for e in self.entries if e.record is not None and e.record.summary is not None]
+
+    @property
+    def tasks(self) -> list[Estimate]:
+        """The accuracy on each task after the last one."""
+        return [estimate(values) for values in zip(*(record.matrix[-1] for record in self.records), strict=True)]
+
+    def metric(self, name: str) -> Estimate | None:
+        """A number of `holdfast.metrics.Summary`, over the runs that have it."""
+        found = [record.summary[name] for record in self.records if record.summary is not None]
+        values = [value for value in found if value is not None]
+        return estimate(values) if values else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The methods that were run on the same tasks and judged on the same images."""
+
+    stream: str
+    tasks: tuple[str, ...]
+    judged_on: str
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        return f"{self.stream}, {len(self.tasks)} tasks, {self.judged_on} images"
+
+
+def compare(entries: Iterable[Entry]) -> list[Comparison]:
+    """Put the runs that have ended beside those they can be compared with, the best method first."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[Entry]] = {}
+    for entry in entries:
+        if entry.record is not None:
+            key = (entry.run.stream, tuple(entry.record.tasks), str(entry.run.plan["judged_on"]))
+            groups.setdefault(key, []).append(entry)
+    return [Comparison(*key, sorted(_rows(group), key=_rank)) for key, group in groups.items()]
+
+
+def _rows(entries: Iterable[Entry]) -> list[Row]:
+    """The runs that differ in their seeds alone, together; if a name stands for several plans, they are told apart."""
+    by_plan: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        by_plan.setdefault((entry.run.name, json.dumps(_settings(entry), sort_keys=True)), []).append(entry)
+    by_name: dict[str, list[list[Entry]]] = {}
+    for (name, _), alike in by_plan.items():
+        by_name.setdefault(name, []).append(alike)
+    return [
+        Row(name if len(several) == 1 else f"{name} ({_differences(alike, several)})", alike)
+        for name, several in by_name.items()
+        for alike in several
+    ]
+
+
+def _settings(entry: Entry) -> dict[str, Any]:
+    """All that decides how a run turns out, but its seed."""
+    settings = entry.run.plan["settings"]
+    return {key: value for key, value in entry.run.plan.items() if key not in ("seed", "settings")} | dict(settings)
+
+
+def _differences(alike: list[Entry], several: list[list[Entry]]) -> str:
+    mine, all_of_them = _settings(alike[0]), [_settings(each[0]) for each in several]
+    keys = dict.fromkeys(key for settings in all_of_them for key in settings)
+    differ = [key for key in keys if any(settings.get(key) != mine.get(key) for settings in all_of_them)]
+    return ", ".join(f"{key}={mine.get(key, 'default')}" for key in differ)
+
+
+def _rank(row: Row) -> tuple[float, str]:
+    final = row.metric("final")
+    return (-final.mean if final is not None else 1.0, row.name)

@@ -1,0 +1,234 @@
+"""The commands of a study, run as a user runs them."""
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.study.records import Study
+from holdfast.training import Plan
+from test_cli import Run, cache, failed, run
+from test_sources import idx
+
+__all__ = ["cache", "run"]
+
+QUICK = ("--epochs", "1", "--tasks", "2", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "reproduce", "sweep", "report", "list"])
+def test_help_teaches(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert re.search(r"holdfast \w+", out.replace("Usage: holdfast", "")) or command == "demo"
+    assert len(out) > 400
+
+
+def test_help_comes_without_torch() -> None:
+    code = "import sys; from holdfast import cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_run_list_report(run: Run, folder: Path) -> None:
+    code, out, err = run("run", "digits", "npc", "finetune", "--seeds", 2, *QUICK, "--neurons")
+    assert (code, err) == (0, "")
+    assert re.search(r"npc, seed 0: \d+\.\d% in \d+ s", out)
+    assert re.search(r"npc +(\d+\.\d +){2}\d+\.\d\(\d+\.\d\)", out)
+    assert "The page is studies/digits/index.html" in out
+    page = (folder / "studies/digits/index.html").read_text()
+    assert "finetune" in page
+    assert len(list((folder / "studies/digits/figures").glob("*.pdf"))) == 5
+    again = run("run", "digits", "npc", "finetune", "--seeds", 2, *QUICK, "--neurons")
+    assert again[0] == 0
+    assert "4 of 4 runs are finished already" in again[1]
+    code, out, _ = run("list", "studies/digits")
+    assert code == 0
+    assert out.count("finished") == 5
+    (folder / "studies/digits/index.html").unlink()
+    assert run("report", "studies/digits")[0] == 0
+    assert (folder / "studies/digits/index.html").exists()
+
+
+def test_what_is_said_reaches_the_plan(run: Run, folder: Path) -> None:
+    code, _, err = run(
+        *(
+            "run",
+            "digits",
+            "ewc",
+            "--seed",
+            5,
+            "--set",
+            "strength=3",
+            "--set",
+            "labels=exact",
+            "--lr",
+            0.2,
+            "--batch",
+            32,
+        ),
+        *(
+            "--width",
+            0.5,
+            "--model",
+            "small_cnn",
+            "--heads",
+            "growing",
+            "--validation",
+            "--curve",
+            3,
+            "--precision",
+            "bf16",
+        ),
+        *("--epoch", "task", "--name", "mine", "--out", "here", "--deterministic", *QUICK),
+    )
+    assert (code, err) == (0, "")
+    (entry,) = Study(folder / "here").entries
+    assert (entry.run.name, entry.run.tasks) == ("mine", 2)
+    assert entry.run.plan == dataclasses.asdict(
+        Plan("ewc", {"strength": 3, "labels": "exact"}, "small_cnn", width=0.5, seed=5, lr=0.2, batch=32, epochs=1,
+             epoch="task", heads="growing", judged_on="validation", curve=3, precision="bf16", deterministic=True)
+    )  # fmt: skip
+
+
+def test_a_study_file(run: Run, folder: Path) -> None:
+    (folder / "small.toml").write_text(
+        'stream = "digits"\ntasks = 2\nepochs = 1\n[[run]]\nmethod = ["npc", "si"]\n'
+        '[[run]]\nmethod = "npc"\nname = "<b>other</b>"\nlr = 0.3\n'
+    )
+    code, out, err = run("run", "small.toml", "--device", "cpu", "--jobs", 1)
+    assert (code, err) == (0, "")
+    assert "<b>other</b>" in out
+    assert len(Study(folder / "studies/small").entries) == 3
+
+
+def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) -> None:
+    (folder / "small.toml").write_text('stream = "digits"\n[[run]]\nmethod = "npc"\n\nepochs = "many"\n')
+    assert failed(run("run", "small.toml")) == "holdfast: small.toml:5: epochs must be a number, got 'many'\n"
+    assert not (folder / "studies").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "digits"), "which method? For example: holdfast run digits npc"),
+        (("run", "digits", "ncp"), "there is no method 'ncp'; there are npc, cpc"),
+        (("run", "didgits", "npc"), "there is no stream 'didgits'; there are digits"),
+        (("run", "digits", "npc", "--set", "strength=3"), "npc has no setting 'strength'"),
+        (("run", "digits", "npc", "--set", "rate"), "rate"),
+        (("run", "digits", "npc", "--epochs", "-1"), "epochs must be above 0, got -1"),
+        (("run", "digits", "npc", "--model", "vgg"), "there is no model 'vgg'"),
+        (("run", "digits", "npc", "ewc", "--name", "x"), "--name is for one method"),
+        (("run", "nothing.toml"), "nothing.toml"),
+        (("run", "digits.toml", "npc"), "leave out all but"),
+        (("run", "folder:nothing", "npc"), "nothing"),
+        (("run", "digits", "npc", "--device", "cuda"), "there is no GPU here"),
+        (("run", "digits", "npc", "--model", "paper_cnn"), "the paper's network is for images of 32x32"),
+        (("reproduce", "digits"), "the paper has no experiment 'digits'; it has imnist and icifar100"),
+        (("reproduce", "imnist", "--methods", "npc,xyz"), "there is no method 'xyz'"),
+        (("reproduce", "imnist", "--methods", ","), "--methods is empty"),
+        (("reproduce", "imnist", "--set", "strength=3"), "say of which method"),
+        (("reproduce", "imnist", "--set", "ewc.strengh=3"), "ewc has no setting 'strengh'"),
+        (("reproduce", "imnist", "--set", "ewx.strength=3"), "ewx"),
+        (("sweep", "digits", "ewc", "--values", "1,x"), "'x' is no number"),
+        (("sweep", "digits", "ewc", "--over", "beta"), "ewc has no setting 'beta'"),
+        (("sweep", "digits", "finetune", "--over", "rate"), "finetune has no setting"),
+        (("report", "nowhere"), "nowhere is no study"),
+        (("list", "nowhere"), "nowhere is no study"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    assert said in failed(run(*arguments))
+
+
+def test_reproduce_scaled_down(run: Run, folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    (folder / "data").mkdir()
+    for half, count in (("train", 600), ("t10k", 100)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        (folder / "data" / f"{half}-images-idx3-ubyte").write_bytes(idx(images))
+        (folder / "data" / f"{half}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
+    code, out, err = run(
+        *("reproduce", "imnist", "--methods", "npc,finetune,npc off", "--seeds", 2, "--epochs", 0.5, "--width", 0.05),
+        *("--set", "npc.rate=0.1", "--data", "data", "--device", "cpu"),
+    )
+    assert (code, err) == (0, "")
+    assert "Table 1: imnist, 5 tasks, test images" in out
+    assert "99.63(0.02)" in out  # the paper's average for NPC
+    assert "*" in out.split("the paper")[0]  # after so little training, ours is another
+    entries = Study(folder / "studies/imnist").entries
+    assert {(entry.run.name, entry.run.plan["lr"]) for entry in entries} == {
+        ("npc", 0.1),
+        ("finetune", 0.05),
+        ("npc off", 0.1),
+    }
+    assert {entry.run.plan["settings"].get("rate") for entry in entries if entry.run.name == "npc"} == {0.1}
+    figures = {path.name.split("-")[0] for path in (folder / "studies/imnist/figures").glob("*.png")}
+    assert figures == {"average", "tasks", "balance", "activations", "importance"}
+
+
+def test_sweep(run: Run, folder: Path) -> None:
+    arguments = ("sweep", "digits", "npc", "--set", "rate=1.0", *QUICK, "--out", "here")
+    code, out, err = run(*arguments, "--values", "1e-6,1e6", "--coarse")
+    assert (code, err) == (0, "")
+    assert re.search(r"1e\+06 +\d+\.\d+ +best", out)
+    assert "at the edge" in out
+    (kept,) = (folder / "here" / "sweeps").iterdir()
+    assert json.loads(kept.read_text())["best"] == 1e6
+    assert {entry.run.plan["judged_on"] for entry in Study(folder / "here").entries} == {"validation"}
+
+
+def test_the_demo(run: Run, folder: Path) -> None:
+    code, out, err = run("demo", "--seeds", 1, "--epochs", 1)
+    assert (code, err) == (0, "")
+    for method in ("npc", "cpc", "ewc", "mas", "si", "ssl", "lwf", "finetune", "joint", "separate", "npc off"):
+        assert re.search(rf"^ {method} +\d", out, re.MULTILINE)
+    assert "The page is studies/demo/index.html" in out
+    assert max(map(len, out.splitlines())) <= 200
+
+
+def test_without_a_package_one_line_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.study import logs
+
+    monkeypatch.setattr(logs, "find_spec", lambda name: None)
+    assert "pip install tensorboard" in failed(run("run", "digits", "npc", "--tensorboard", *QUICK))
+
+
+def test_in_a_terminal_there_are_bars_and_ctrl_c_says_how_to_go_on(folder: Path) -> None:
+    """A real terminal of 100 columns, and a real Ctrl-C."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "holdfast", "run", "digits", "npc", "ewc", "--epochs", "300", "--device", "cpu"]
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, close_fds=True
+    )
+    os.close(theirs)
+    shown = b""
+    interrupted = False
+    while True:
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:  # the terminal is closed
+            break
+        if not interrupted and re.search(rb"npc, seed 0.*\d+\.\d%.*0:\d\d:\d\d", shown, re.DOTALL):
+            os.killpg(process.pid, 2)
+            interrupted = True
+    os.close(ours)
+    assert process.wait(timeout=60) == 130
+    text = shown.decode(errors="replace")
+    assert "2 runs" in text
+    assert "left" in text
+    assert "the same command goes on where it was" in " ".join(text.split())
+    assert "Traceback" not in text
+    assert {entry.state for entry in Study(folder / "studies/digits").entries} == {"interrupted"}

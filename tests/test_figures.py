@@ -1,0 +1,354 @@
+"""Figures of records made by hand: what is drawn is what was recorded, and names are shown as they are."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from holdfast.record import Record
+from holdfast.study import figures
+from holdfast.study.figures import Drawing, draw, save, svg
+from holdfast.study.records import Entry, Run
+from holdfast.study.tables import Comparison, Row
+
+NASTY = ["<script>alert('x')</script>", "_hidden & co", "$x_1$ 100%", "\\frac ünïcödé 방법", 'id="text_1" #17191d']
+TASKS = ("cats", "dogs")
+
+
+def record(seed: int = 0, *, shift: float = 0.0, tasks: Sequence[str] = TASKS, **changes: Any) -> Record:
+    """A run of two tasks of ten steps: three points while the first is learnt, and then one for each five steps."""
+    made = Record(
+        stream="pets",
+        tasks=list(tasks),
+        plan={"seed": seed},
+        settings={},
+        device="cpu",
+        versions={},
+        steps=[10, 10],
+        untrained=[0.5, 0.5],
+        matrix=[[0.9 - shift, 0.5], [0.6 + shift, 0.8]],
+        curves=[
+            {"task": 0, "step": 5, "accuracy": [0.7 - shift]},
+            {"task": 1, "step": 5, "accuracy": [0.8 - shift, 0.6 + shift]},
+        ],
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def row(
+    folder: Path,
+    name: str,
+    records: Sequence[Record],
+    neurons: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Row:
+    entries = []
+    for number, each in enumerate(records):
+        place = folder / f"{len(list(folder.iterdir()))}-{number}"
+        place.mkdir()
+        if neurons is not None:
+            (place / "neurons.json").write_text(json.dumps(neurons))
+        run = Run("pets", {"seed": number, "settings": settings or {}}, None, name, place.name)
+        entries.append(Entry(run, place, each))
+    return Row(name, entries)
+
+
+def comparison(*rows: Row, tasks: tuple[str, ...] = TASKS, stream: str = "pets") -> Comparison:
+    return Comparison(stream, tasks, "test", list(rows))
+
+
+def distribution(top: float, *, most: Sequence[int] = (3, 1, 0, 0)) -> dict[str, Any]:
+    return {
+        "means": {"all": 0.5, "most": 0.125, "least": None},
+        "top": top,
+        "counts": {"all": [4, 2, 1, 1], "most": list(most), "least": [0, 0, 0, 0]},
+    }
+
+
+def neurons(**changes: Any) -> dict[str, Any]:
+    """Three neurons in one layer and one in the other: with a threshold of 0.5, the second freezes, then the first."""
+    marks = [
+        {"task": task, "step": step, "layers": {"a": values, "b": [0.1]}}
+        for task, step, values in ((0, 10, [0.1, 0.5, 0.0]), (1, 5, [0.6, 0.9, 0.2]), (1, 10, [0.7, 1.5, 0.1]))
+    ]
+    change = {"importance": [0.1, 0.5, 0.0], "absolute": distribution(2.0), "relative": distribution(4.0)}
+    return {"importance": marks, "change": change} | changes
+
+
+@pytest.fixture(scope="module")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drawing]:
+    """All figures, of a method whose neurons were watched and of ones with names that ask for trouble."""
+    folder = tmp_path_factory.mktemp("runs")
+    npc = [record(settings={"beta": 0.5}), record(1, shift=0.1, settings={"beta": 0.5})]
+    watched = row(folder, "npc", npc, neurons())
+    others = [row(folder, name, [record(shift=0.02 * number)]) for number, name in enumerate(NASTY)]
+    return {drawing.key.split("-")[0]: drawing for drawing in draw(comparison(watched, *others))}
+
+
+def line(axes: Axes, name: str) -> Line2D:
+    (found,) = [each for each in axes.get_lines() if each.get_label() == name]
+    return found
+
+
+def points(axes: Axes, name: str) -> list[tuple[float, float]]:
+    xs, ys = line(axes, name).get_data()
+    return [(float(x), round(float(y), 6)) for x, y in zip(xs, ys, strict=True)]
+
+
+def texts(element: str) -> list[str]:
+    root = ElementTree.fromstring(element)
+    return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+# ---- what is drawn ----
+
+
+def test_all_figures_in_reading_order(drawings: dict[str, Drawing]) -> None:
+    assert list(drawings) == ["average", "tasks", "balance", "activations", "importance"]
+    assert [drawing.key for drawing in drawings.values()] == [f"{kind}-pets-2-test" for kind in drawings]
+    assert "1 to 2 seeds" in drawings["average"].caption
+
+
+def test_average_over_time_is_the_mean_over_seeds(drawings: dict[str, Drawing]) -> None:
+    (axes,) = drawings["average"].figure.axes
+    first = (0.7 + 0.6) / 2, (0.9 + 0.8) / 2
+    second = ((0.8 + 0.6) / 2 + (0.7 + 0.7) / 2) / 2, ((0.6 + 0.8) / 2 + (0.7 + 0.8) / 2) / 2
+    assert points(axes, "npc") == [*zip((0.5, 1.0, 1.5, 2.0), (round(x, 6) for x in (*first, *second)), strict=True)]
+    (band,) = axes.collections  # only one method has several seeds
+    corners = {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices.tolist()}
+    assert {(0.5, 0.6), (0.5, 0.7), (1.0, 0.8), (1.0, 0.9)} <= corners
+
+
+def test_a_task_is_drawn_from_when_it_begins_to_be_learnt(drawings: dict[str, Drawing]) -> None:
+    first, second = drawings["tasks"].figure.axes
+    assert points(first, "npc") == [(0.5, 0.65), (1.0, 0.85), (1.5, 0.75), (2.0, 0.65)]
+    assert points(second, "npc") == [(1.5, 0.65), (2.0, 0.8)]
+    assert first.get_title(loc="left") == "Task 1: cats"
+
+
+def test_seeds_with_points_at_other_times_are_read_between_them(tmp_path: Path) -> None:
+    sparse = record(1, curves=[])
+    (axes,) = draw(comparison(row(tmp_path, "npc", [record(), sparse])))[0].figure.axes
+    there, between = (0.8 + 0.6) / 2, (0.9 + 0.7) / 2  # at 1.5, of the one, and of the other halfway from 0.9 to 0.7
+    assert points(axes, "npc") == [(1.0, 0.9), (1.5, round((there + between) / 2, 6)), (2.0, 0.7)]
+
+
+def test_forgetting_against_plasticity(drawings: dict[str, Drawing]) -> None:
+    (axes,) = drawings["balance"].figure.axes
+    (bars,) = [each for each in axes.containers if each.get_label() == "npc"]
+    x, y = (float(value[0]) for value in bars.lines[0].get_data())
+    assert x == pytest.approx(((0.9 + 0.8) / 2 + (0.8 + 0.8) / 2) / 2)
+    assert y == pytest.approx((0.3 + 0.1) / 2)
+    across, up = (each.get_segments()[0] for each in bars.lines[2])
+    assert np.ptp(across[:, 0]) == pytest.approx(2 * 0.05 / 2)  # two standard errors of 0.85 and 0.8
+    assert np.ptp(up[:, 1]) == pytest.approx(2 * 0.2 / 2)
+
+
+def test_histograms_are_shares_and_means_are_written(drawings: dict[str, Drawing]) -> None:
+    absolute, relative = drawings["activations"].figure.axes
+    assert [patch.get_label() for patch in absolute.patches] == ["all", "most"]  # none of the third varied
+    for axes in (absolute, relative):
+        for patch in axes.patches:
+            assert patch.get_data().values.sum() == pytest.approx(1)
+    everything = absolute.patches[0].get_data()
+    assert everything.values.tolist() == [0.5, 0.25, 0.125, 0.125]
+    assert everything.edges.tolist() == [0, 0.5, 1, 1.5, 2]
+    assert absolute.get_title(loc="left") == "npc\nmean: all 0.5, most 0.125, least none"
+
+
+def test_histograms_of_several_methods_have_the_same_bins(tmp_path: Path) -> None:
+    wide = neurons(change=neurons()["change"] | {"absolute": distribution(4.0, most=[2, 1, 0, 1])})
+    rows = row(tmp_path, "narrow", [record()], neurons()), row(tmp_path, "wide", [record()], wide)
+    first, _, second, _ = draw(comparison(*rows))[-1].figure.axes
+    assert [patch.get_data().edges.tolist() for patch in (*first.patches, *second.patches)] == [[0, 1, 2]] * 4
+    assert first.patches[1].get_data().values.tolist() == [1, 0]
+    assert second.patches[1].get_data().values.tolist() == [0.5, 0.5]  # three quarters of it are further up
+
+
+def test_importance_is_relative_to_the_threshold_in_order_of_freezing(drawings: dict[str, Drawing]) -> None:
+    first, second, _ = drawings["importance"].figure.axes
+    (mesh,) = first.collections
+    values = np.asarray(mesh.get_array())
+    np.testing.assert_allclose(values, [[1, 1.8, 3], [0.2, 1.2, 1.4], [0, 0.4, 0.2]])
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [0, 1, 1.5, 2]
+    assert first.get_title(loc="left") == "a: 2 of 3 frozen"
+    assert second.get_title(loc="left") == "b: 0 of 1 frozen"
+    below, at = mesh.cmap(mesh.norm(np.array([0.999, 1.0])))
+    assert np.abs(below - at).max() > 0.4  # one sees where neurons freeze
+
+
+def test_a_method_looks_the_same_in_all_figures_and_like_no_other(drawings: dict[str, Drawing]) -> None:
+    axes = [drawings["average"].figure.axes[0], *drawings["tasks"].figure.axes]
+    for name in ("npc", figures.shortened(NASTY[2])):
+        assert len({(line(each, name).get_color(), str(line(each, name).get_marker())) for each in axes}) == 1
+        assert len({str(line(each, name)._dash_pattern) for each in axes}) == 1
+    many = [figures.look(number, "") for number in range(132)]
+    assert len(set(many)) == 132
+
+
+def test_colours_can_be_seen_on_white_and_on_a_dark_page() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+    for colour in figures.PALETTE:
+        assert luminance("#ffffff") / luminance(colour) >= 3
+        assert luminance(colour) / luminance("#14171c") >= 3
+
+
+# ---- what is left out ----
+
+
+def test_nothing_is_drawn_of_runs_that_failed(tmp_path: Path) -> None:
+    failed = record(failure={"error": "no"}, matrix=[], curves=[])
+    assert draw(comparison(row(tmp_path, "npc", [failed], neurons()))) == []
+    assert draw(comparison()) == []
+
+
+def test_one_task_has_no_figures_that_need_two(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"tasks": ["cats"], "steps": [10], "untrained": [0.5], "matrix": [[0.9]]}
+    curve = [{"task": 0, "step": 5, "accuracy": [0.7]}]
+    drawn = draw(comparison(row(tmp_path, "a", [record(**one, curves=curve)]), tasks=("cats",)))
+    assert [drawing.key for drawing in drawn] == ["average-pets-1-test"]
+    assert draw(comparison(row(tmp_path, "a", [record(**one, curves=[])]), tasks=("cats",))) == []
+
+
+def test_without_neurons_there_are_no_figures_of_them(tmp_path: Path) -> None:
+    plain = row(tmp_path, "a", [record()])
+    unknown = row(tmp_path, "b", [record()], {"importance": [], "change": None})
+    without = neurons(importance=[])["change"] | {"importance": None}
+    unimportant = row(tmp_path, "c", [record()], {"importance": [], "change": without})
+    drawn = draw(comparison(plain, unknown, unimportant))
+    assert [drawing.key.split("-")[0] for drawing in drawn] == ["average", "tasks", "balance"]
+
+
+def test_the_importance_is_that_of_a_run_that_holds_something_back(tmp_path: Path) -> None:
+    off = row(tmp_path, "off", [record(settings={"beta": 1e12})], neurons(), {"beta": 1e12})
+    assert "importance" not in {drawing.key.split("-")[0] for drawing in draw(comparison(off))}
+    on = row(tmp_path, "on", [record(settings={"beta": 0.5})], neurons())
+    assert draw(comparison(off, on))[-1].title == "Importance of the neurons: on"
+
+
+def test_many_methods_tasks_and_layers(tmp_path: Path) -> None:
+    tasks = tuple(f"task number {number}" for number in range(9))
+    matrix = [[0.5 + 0.05 * (i == j) for j in range(9)] for i in range(9)]
+    made = record(tasks=tasks, steps=[10] * 9, matrix=matrix, untrained=[0.5] * 9, curves=[], settings={"beta": 1.0})
+    marks = [{"task": 8, "step": 10, "layers": {f"layer{n}": [0.1] * (n + 1) for n in range(5)}}]
+    rows = [row(tmp_path, f"method {number}", [made], {"importance": marks, "change": None}) for number in range(30)]
+    drawn = draw(comparison(*rows, tasks=tasks))
+    assert [drawing.key.split("-")[0] for drawing in drawn] == ["average", "tasks", "balance", "importance"]
+    assert len(drawn[1].figure.axes) == 9
+    assert {f"method {number}" for number in range(30)} <= set(texts(svg(drawn[0])))
+
+
+# ---- SVG ----
+
+
+def test_names_are_shown_as_they_are(drawings: dict[str, Drawing]) -> None:
+    for kind in ("average", "tasks", "balance"):
+        shown = texts(svg(drawings[kind]))
+        for name in NASTY:
+            assert shown.count(figures.shortened(name)) == 1, (kind, name)
+    assert "<script" not in svg(drawings["average"])
+
+
+def test_a_long_name_loses_its_middle(tmp_path: Path) -> None:
+    name = "method " + "x" * 200 + " beta=2"
+    (drawn, *_) = draw(comparison(row(tmp_path, name, [record()])))
+    (shown,) = [text for text in texts(svg(drawn)) if text.startswith("method")]
+    assert len(shown) <= 26
+    assert shown.endswith("beta=2")
+    assert "…" in shown
+
+
+def test_control_characters_do_not_break_the_page(tmp_path: Path) -> None:
+    (drawn, *_) = draw(comparison(row(tmp_path, "a\x00b\nc\ud800", [record()])))
+    assert "a b c " in texts(svg(drawn))
+
+
+def test_svg_scales_and_says_what_it_is(drawings: dict[str, Drawing]) -> None:
+    for drawing in drawings.values():
+        text = svg(drawing)
+        root = ElementTree.fromstring(text)
+        assert text.startswith("<svg")
+        assert root.get("role") == "img"
+        assert root.get("aria-label") == drawing.title
+        assert root.get("viewBox", "").startswith("0 0 460.8 ")
+        assert not {"width", "height"} & set(root.attrib)
+        assert "<style" not in text
+        assert "<metadata" not in text
+
+
+def test_ids_do_not_clash_and_are_there(drawings: dict[str, Drawing]) -> None:
+    seen: set[str] = set()
+    for drawing in drawings.values():
+        root = ElementTree.fromstring(svg(drawing))
+        ids = [value for node in root.iter() if (value := node.get("id")) is not None]
+        assert len(ids) == len(set(ids))
+        assert not seen & set(ids)
+        seen |= set(ids)
+        values = [value for node in root.iter() for value in node.attrib.values()]
+        used = {found for value in values for found in re.findall(r"(?:url\(|^)#([^)]+)", value)}
+        assert used
+        assert used <= set(ids)
+
+
+def test_all_ink_is_that_of_the_page(drawings: dict[str, Drawing]) -> None:
+    ours = {*figures.PALETTE, "#ffffff", "#3b4048", "#1d3a57", "#6d1a12", "none", "currentColor"}
+    for drawing in drawings.values():
+        root = ElementTree.fromstring(svg(drawing))
+        styles = [node.get("style", "") for node in root.iter()]
+        colours = {colour for style in styles for colour in re.findall(r"(?:fill|stroke): ([^;]+)", style)}
+        assert "currentColor" in colours
+        assert colours <= ours
+        for node in root.iter("{http://www.w3.org/2000/svg}text"):
+            assert "fill: " in node.get("style", "")  # text without is black
+
+
+# ---- files ----
+
+
+def test_files_are_the_same_each_time(drawings: dict[str, Drawing], tmp_path: Path) -> None:
+    chosen = [drawings["balance"], drawings["importance"]]
+    first, second = save(chosen, tmp_path / "a"), save(chosen, tmp_path / "b")
+    assert [path.name for path in first] == [f"{each.key}.{ending}" for each in chosen for ending in ("pdf", "png")]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert first[0].read_bytes().startswith(b"%PDF")
+    assert b"CreationDate" not in first[0].read_bytes()
+    assert first[1].read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(path.name for path in first)
+
+
+def test_streams_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
+    rows = [row(tmp_path, "npc", [record()])]
+    keys = [
+        draw(comparison(*rows, stream=stream))[0].key for stream in ("pets", "Pets", "folder:/my pets", "방법/../x")
+    ]
+    assert len(set(keys)) == 4
+    assert all(re.fullmatch(r"[a-z0-9-]+", key) for key in keys)
+
+
+def test_settings_of_the_user_neither_matter_nor_change(tmp_path: Path) -> None:
+    compared = comparison(row(tmp_path, "$x$", [record()]))
+    usual = svg(draw(compared)[0])
+    with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "text.parse_math": True}):
+        before = dict(matplotlib.rcParams)
+        assert svg(draw(compared)[0]) == usual
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, holdfast.study.figures; sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
