@@ -130,7 +130,13 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("run", "digits", "npc", "--epochs", "-1"), "epochs must be above 0, got -1"),
         (("run", "digits", "npc", "--model", "vgg"), "there is no model 'vgg'"),
         (("run", "digits", "npc", "ewc", "--name", "x"), "--name is for one method"),
+        (("run", "digits", "npc", "--name", "a\nb"), "name must be a line of text"),
+        (("run", "digits", "npc", "--seed", "1", "--seeds", "2"), "--seeds and --seed say two things"),
+        (("run", "digits", "npc", "--device", "gpu"), "there is no device 'gpu': use cpu or cuda"),
+        (("run", "digits", "npc", "--tasks", "99"), "99"),
+        (("run", "digits", "npc", "--out", __file__), "is a file, and a study is a folder"),
         (("run", "nothing.toml"), "nothing.toml"),
+        (("run", "digits.toml", "--seeds", "2"), "leave out all but"),
         (("run", "digits.toml", "npc"), "leave out all but"),
         (("run", "folder:nothing", "npc"), "nothing"),
         (("run", "digits", "npc", "--device", "cuda"), "there is no GPU here"),
@@ -140,7 +146,12 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("reproduce", "imnist", "--methods", ","), "--methods is empty"),
         (("reproduce", "imnist", "--set", "strength=3"), "say of which method"),
         (("reproduce", "imnist", "--set", "ewc.strengh=3"), "ewc has no setting 'strengh'"),
-        (("reproduce", "imnist", "--set", "ewx.strength=3"), "ewx"),
+        (("reproduce", "imnist", "--set", "ewx.strength=3"), "ewx is not among the methods"),
+        (("reproduce", "imnist", "--set", "lwf.weight=3"), "lwf is not among the methods"),
+        (("reproduce", "imnist", "--set", "npc.lr=-1"), "lr must be above 0, got -1"),
+        (("reproduce", "imnist", "--set", "npc.lr=abc"), "lr must be a number, got 'abc'"),
+        (("sweep", "digits", "ewc", "--values", "1,-1"), "ewc does not take -1 as strength"),
+        (("sweep", "digits", "npc", "--over", "bogus", "--values", "1"), "npc has no setting 'bogus'"),
         (("sweep", "digits", "ewc", "--values", "1,x"), "'x' is no number"),
         (("sweep", "digits", "ewc", "--over", "beta"), "ewc has no setting 'beta'"),
         (("sweep", "digits", "finetune", "--over", "rate"), "finetune has no setting"),
@@ -148,8 +159,9 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("list", "nowhere"), "nowhere is no study"),
     ],
 )
-def test_a_mistake_is_one_line(run: Run, arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(run: Run, arguments: tuple[str, ...], said: str) -> None:
     assert said in failed(run(*arguments))
+    assert not list(Path("studies").glob("*/runs/*")) or "32x32" in said  # which is found out when it is run
 
 
 def test_reproduce_scaled_down(run: Run, folder: Path) -> None:

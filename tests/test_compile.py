@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
 from holdfast.methods import METHODS, npc
+from holdfast.training import train as train_run
+from test_training import plan, stream
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
 
@@ -161,3 +163,16 @@ def test_every_method_in_one_graph(name: str) -> None:
         results.append(parameters_of(model) | memory_of(optimizer))
     for key, value in results[0].items():
         torch.testing.assert_close(value, results[1][key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["npc", "lwf", "ssl"])
+def test_a_run_is_not_given_what_was_compiled_for_a_method_without_hooks(name: str) -> None:
+    """In one process, one run after another, as in a study."""
+    made, settings = stream(), {"rate": 0.1} if name == "npc" else {}
+    plans = [plan(each, settings=settings if each == name else {}, compile=True) for each in ("finetune", name)]
+    _, after = (train_run(made, each, device="cpu") for each in plans)
+    torch.compiler.reset()
+    alone = train_run(made, plans[1], device="cpu")
+    assert after.matrix == alone.matrix
+    assert after.failure is None

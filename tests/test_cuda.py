@@ -4,20 +4,25 @@ import copy
 import io
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.fast import FewChannels, NormReluPool
 from holdfast.methods import METHODS
 from holdfast.streams.batches import Images as OnDevice
 from holdfast.streams.batches import Shuffled
-from holdfast.training import Interrupted, Progress
+from holdfast.streams.sources import Images as Pictures
+from holdfast.streams.sources import Source
+from holdfast.streams.tasks import Frame, Stream, split
+from holdfast.training import Interrupted, Progress, _Run
 from holdfast.training import train as train_run
 from test_training import outcome as run_outcome
 from test_training import plan as run_plan
@@ -240,3 +245,82 @@ def test_training_does_not_wait_for_the_gpu() -> None:
             next(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- what makes it quick ----
+
+
+@pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 256, 16, 16), (3, 128, 8, 8), (7, 5, 6, 4), (2, 3, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_norm_relu_and_pooling(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    out = NormReluPool(shape[1])(ours)
+    exact = nn.functional.max_pool2d(nn.functional.instance_norm(theirs).relu(), 2)
+    slope = torch.randn_like(exact).to(dtype)
+    out.backward(slope)
+    exact.backward(slope.double())
+    assert out.dtype == dtype
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(out.double(), exact, **close)
+    if dtype == torch.float32:  # in bf16 several values of a window are often the same
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_convolution_of_few_channels() -> None:
+    plain = nn.Conv2d(3, 16, 3, padding=1, device="cuda")
+    quick = FewChannels(3, 16, 3, padding=1, device="cuda")
+    quick.load_state_dict(plain.state_dict())
+    x, slope = torch.randn(4, 3, 32, 32, device="cuda"), torch.randn(4, 16, 32, 32, device="cuda")
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-5)
+    for layer in (plain, quick):
+        layer(x).backward(slope)
+    torch.testing.assert_close(quick.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
+
+
+def pictures() -> Stream:
+    """Images of 32x32 in which each class is bright in another stripe."""
+    generator = torch.Generator().manual_seed(0)
+
+    def part(count: int) -> Pictures:
+        labels = torch.arange(4).repeat_interleave(count)
+        pixels = torch.randint(0, 200, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=generator)
+        for label in range(4):
+            pixels[labels == label, :, 8 * label : 8 * label + 8] += 50
+        return Pictures(pixels, labels)
+
+    return split(Source("stripes", part(60), part(20), tuple("abcd")), Frame(32, padding=1), per_task=2)
+
+
+def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:
+    """The parameters after two tasks of a run without dropout, which draws other numbers when it is recorded."""
+    plan = run_plan(name, model="paper_cnn", width=0.2, batch=16, epochs=4, compile=compiled, lr=0.02)
+    run = _Run(pictures(), plan, torch.device("cuda"))
+    run.model.dropout.p = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in run:
+            pass
+    assert run.record.failure is None
+    return parameters_of(run.model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recorded_run_learns_what_a_plain_one_does(name: str) -> None:
+    plain, quick = (learnt(name, compiled=compiled) for compiled in (False, True))
+    for parameter, value in plain.items():
+        if "conv" not in parameter or "bias" not in parameter:  # which the norm makes noise
+            torch.testing.assert_close(quick[parameter], value, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_are_recorded(name: str) -> None:
+    run = _Run(
+        pictures(), run_plan(name, model="paper_cnn", width=0.1, batch=16, epochs=4, compile=True), torch.device("cuda")
+    )
+    steps = iter(run)
+    while run.task == 0 or run.step < 8:
+        next(steps)
+    recorded = run.recorded is not None and run.recorded.graph is not None
+    assert recorded == (name != "joint")  # which draws the batches of old tasks itself

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.lines import Line2D
 
 from holdfast.record import Record
@@ -87,13 +88,18 @@ def neurons(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def drawings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Drawing]:
-    """All figures, of a method whose neurons were watched and of ones with names that ask for trouble."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """A method whose neurons were watched, and ones with names that ask for trouble."""
     folder = tmp_path_factory.mktemp("runs")
     npc = [record(settings={"beta": 0.5}), record(1, shift=0.1, settings={"beta": 0.5})]
     watched = row(folder, "npc", npc, neurons())
     others = [row(folder, name, [record(shift=0.02 * number)]) for number, name in enumerate(NASTY)]
-    return {drawing.key.split("-")[0]: drawing for drawing in draw(comparison(watched, *others))}
+    return comparison(watched, *others)
+
+
+@pytest.fixture(scope="module")
+def drawings(compared: Comparison) -> dict[str, Drawing]:
+    return {drawing.key.split("-")[0]: drawing for drawing in draw(compared)}
 
 
 def line(axes: Axes, name: str) -> Line2D:
@@ -104,6 +110,11 @@ def line(axes: Axes, name: str) -> Line2D:
 def points(axes: Axes, name: str) -> list[tuple[float, float]]:
     xs, ys = line(axes, name).get_data()
     return [(float(x), round(float(y), 6)) for x, y in zip(xs, ys, strict=True)]
+
+
+def ticks(axes: Axes, *, minor: bool = False) -> list[str]:
+    """What is written along the axis of time."""
+    return [label.get_text() for label in axes.get_xticklabels(minor=minor)]
 
 
 def texts(element: str) -> list[str]:
@@ -130,11 +141,47 @@ def test_average_over_time_is_the_mean_over_seeds(drawings: dict[str, Drawing]) 
     assert {(0.5, 0.6), (0.5, 0.7), (1.0, 0.8), (1.0, 0.9)} <= corners
 
 
+def test_names_stand_beside_their_lines_in_the_order_in_which_they_end(tmp_path: Path) -> None:
+    ends = {"low": 0.3, "high": 0.8, "middle": 0.5}
+    rows = [row(tmp_path, name, [record(matrix=[[0.9, 0.5], [end, end]])]) for name, end in ends.items()]
+    (axes,) = draw(comparison(*rows))[0].figure.axes
+    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert sorted(heights, key=lambda name: -heights[name]) == ["high", "middle", "low"]
+    for name, height in heights.items():
+        (piece,) = [each for each in axes.get_lines() if each.get_xdata()[0] == 1.035 and each.get_ydata()[0] == height]
+        assert piece.get_color() == line(axes, name).get_color()
+        assert piece.get_marker() == line(axes, name).get_marker()
+
+
 def test_a_task_is_drawn_from_when_it_begins_to_be_learnt(drawings: dict[str, Drawing]) -> None:
     first, second = drawings["tasks"].figure.axes
     assert points(first, "npc") == [(0.5, 0.65), (1.0, 0.85), (1.5, 0.75), (2.0, 0.65)]
     assert points(second, "npc") == [(1.5, 0.65), (2.0, 0.8)]
-    assert first.get_title(loc="left") == "Task 1: cats"
+    assert [each.get_title(loc="left") for each in (first, second)] == ["Task 1: cats", "Task 2: dogs"]
+    for each, start in ((first, 0), (second, 1)):
+        (shade,) = each.patches
+        assert (shade.get_x(), shade.get_x() + shade.get_width()) == (start, start + 1)
+
+
+def test_axes_name_the_tasks_in_their_order_and_accuracies_in_percent(drawings: dict[str, Drawing]) -> None:
+    for kind in ("average", "tasks"):
+        axes = drawings[kind].figure.axes[-1]
+        assert ticks(axes, minor=True) == ["cats", "dogs"]
+        assert axes.get_xticks(minor=True).tolist() == [0.5, 1.5]
+        assert axes.yaxis.get_major_formatter()(0.75) == "75%"
+    both = drawings["balance"].figure.axes[0]
+    assert [axis.get_major_formatter()(0.125) for axis in (both.xaxis, both.yaxis)] == ["12.5%", "12.5%"]
+    assert drawings["activations"].figure.axes[0].yaxis.get_major_formatter()(0.001) == "0.1%"
+
+
+def test_the_legend_shows_each_method_as_it_is_drawn(drawings: dict[str, Drawing]) -> None:
+    figure = drawings["tasks"].figure
+    (legend,) = figure.legends
+    shown = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True)}
+    assert list(shown) == [figures.shortened(name) for name in ("npc", *NASTY)]
+    for name, handle in shown.items():
+        drawn = line(figure.axes[0], name)
+        assert (handle.get_color(), handle.get_marker()) == (drawn.get_color(), drawn.get_marker())
 
 
 def test_seeds_with_points_at_other_times_are_read_between_them(tmp_path: Path) -> None:
@@ -167,6 +214,36 @@ def test_histograms_are_shares_and_means_are_written(drawings: dict[str, Drawing
     assert absolute.get_title(loc="left") == "npc\nmean: all 0.5, most 0.125, least none"
 
 
+def test_groups_of_neurons_are_named_in_their_colours(drawings: dict[str, Drawing]) -> None:
+    figure = drawings["activations"].figure
+    (legend,) = figure.legends
+    named = {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)}
+    assert list(named) == list(figures.GROUPS.values())
+    for drawn in figure.axes[0].patches:
+        patch = named[figures.GROUPS[drawn.get_label()]]
+        assert (patch.get_facecolor(), patch.get_edgecolor()) == (drawn.get_facecolor(), drawn.get_edgecolor())
+
+
+def test_means_of_neurons_are_over_all_seeds_or_there_are_none(tmp_path: Path) -> None:
+    rows = row(tmp_path, "npc", [record(), record(1)], neurons())
+    other = neurons()
+    other["change"]["absolute"]["means"] = {"all": 1.5, "most": 3.875, "least": 0.5}
+    (rows.entries[1].folder / "neurons.json").write_text(json.dumps(other))
+    drawing = draw(comparison(rows))[-1]
+    axes = drawing.figure.axes[0]
+    assert axes.get_title(loc="left") == "npc\nmean: all 1, most 2, least none"  # which the first seed does not have
+    triangles = {float(each.get_xdata()[0]): each.get_color() for each in axes.get_lines()}
+    assert triangles == {1.0: figures.INK, 2.0: to_hex(axes.patches[1].get_edgecolor())}
+    assert "Numbers are means over 2 seeds, none if in any seed nothing in the group varied" in drawing.caption
+
+
+def test_a_mean_beyond_the_panel_has_no_triangle(tmp_path: Path) -> None:
+    far = neurons()
+    far["change"]["absolute"]["means"]["all"] = 2.5
+    axes = draw(comparison(row(tmp_path, "npc", [record()], far)))[-1].figure.axes[0]
+    assert [float(each.get_xdata()[0]) for each in axes.get_lines()] == [0.125]
+
+
 def test_histograms_of_several_methods_have_the_same_bins(tmp_path: Path) -> None:
     wide = neurons(change=neurons()["change"] | {"absolute": distribution(4.0, most=[2, 1, 0, 1])})
     rows = row(tmp_path, "narrow", [record()], neurons()), row(tmp_path, "wide", [record()], wide)
@@ -176,16 +253,29 @@ def test_histograms_of_several_methods_have_the_same_bins(tmp_path: Path) -> Non
     assert second.patches[1].get_data().values.tolist() == [0.5, 0.5]  # three quarters of it are further up
 
 
+def test_no_histogram_ends_within_its_panel(tmp_path: Path) -> None:
+    wide = neurons(change=neurons()["change"] | {"absolute": distribution(20.0)})
+    rows = row(tmp_path, "narrow", [record()], neurons()), row(tmp_path, "wide", [record()], wide)
+    first, _, second, _ = draw(comparison(*rows))[-1].figure.axes
+    assert first.get_xlim() == second.get_xlim() == (0, 2)
+
+
 def test_importance_is_relative_to_the_threshold_in_order_of_freezing(drawings: dict[str, Drawing]) -> None:
-    first, second, _ = drawings["importance"].figure.axes
+    first, second, bar = drawings["importance"].figure.axes
     (mesh,) = first.collections
     values = np.asarray(mesh.get_array())
     np.testing.assert_allclose(values, [[1, 1.8, 3], [0.2, 1.2, 1.4], [0, 0.4, 0.2]])
     assert mesh.get_coordinates()[0, :, 0].tolist() == [0, 1, 1.5, 2]
+    assert np.all(np.diff(mesh.get_coordinates()[:, 0, 1]) > 0)  # rows of values lie one above the other,
+    assert first.get_ylim() == (0, 1)  # and up is up: what froze first lies lowest
+    assert ticks(second, minor=True) == ["cats", "dogs"]
+    assert first.yaxis.get_major_formatter()(0.5) == "50%"
     assert first.get_title(loc="left") == "a: 2 of 3 frozen"
     assert second.get_title(loc="left") == "b: 0 of 1 frozen"
     below, at = mesh.cmap(mesh.norm(np.array([0.999, 1.0])))
     assert np.abs(below - at).max() > 0.4  # one sees where neurons freeze
+    assert {text.get_text(): text.get_position()[0] for text in bar.texts} == {"plastic": 0.5, "frozen": 1.5}
+    assert ticks(bar) == [f"{tick:g}" for tick in bar.get_xticks()]
 
 
 def test_a_method_looks_the_same_in_all_figures_and_like_no_other(drawings: dict[str, Drawing]) -> None:
@@ -232,6 +322,19 @@ def test_without_neurons_there_are_no_figures_of_them(tmp_path: Path) -> None:
     unimportant = row(tmp_path, "c", [record()], {"importance": [], "change": without})
     drawn = draw(comparison(plain, unknown, unimportant))
     assert [drawing.key.split("-")[0] for drawing in drawn] == ["average", "tasks", "balance"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"importance": [{}], "change": null}', "change"])
+def test_neurons_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path, content: str) -> None:
+    rows = row(tmp_path, "npc", [record(settings={"beta": 0.5}), record(1, settings={"beta": 0.5})], neurons())
+    path = rows.entries[0].folder / "neurons.json"
+    path.write_text(json.dumps(neurons(change={"importance": []})) if content == "change" else content)
+    with pytest.warns(UserWarning, match=re.escape(str(path))) as warned:
+        drawn = draw(comparison(rows))
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)
+    assert [drawing.key.split("-")[0] for drawing in drawn[-2:]] == ["activations", "importance"]
+    assert "seed 1" in drawn[-1].caption
 
 
 def test_the_importance_is_that_of_a_run_that_holds_something_back(tmp_path: Path) -> None:
@@ -320,15 +423,29 @@ def test_all_ink_is_that_of_the_page(drawings: dict[str, Drawing]) -> None:
 # ---- files ----
 
 
-def test_files_are_the_same_each_time(drawings: dict[str, Drawing], tmp_path: Path) -> None:
-    chosen = [drawings["balance"], drawings["importance"]]
-    first, second = save(chosen, tmp_path / "a"), save(chosen, tmp_path / "b")
-    assert [path.name for path in first] == [f"{each.key}.{ending}" for each in chosen for ending in ("pdf", "png")]
+def test_files_are_the_same_each_time(drawings: dict[str, Drawing], compared: Comparison, tmp_path: Path) -> None:
+    first, second = save(drawings.values(), tmp_path / "a"), save(draw(compared), tmp_path / "b")
+    names = [f"{each.key}.{ending}" for each in drawings.values() for ending in ("pdf", "png")]
+    assert [path.name for path in first] == names
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert first[0].read_bytes().startswith(b"%PDF")
     assert b"CreationDate" not in first[0].read_bytes()
     assert first[1].read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(path.name for path in first)
+
+
+def test_figures_of_what_is_gone_are_removed(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "figures", [row(tmp_path, "npc", [record()])]
+    for stream in ("Old/1", "old"):
+        assert len(save(draw(comparison(*rows, stream=stream)), folder)) == 6
+    kept = {"mine.png", "average-of-mine.pdf", "tasks-old-2-test.svg", "balance-old-2-test.png.txt"}
+    for name in kept:
+        (folder / name).touch()
+    written = save(draw(comparison(*rows)), folder)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in written} | kept
+    assert save([], folder) == []
+    assert {path.name for path in folder.iterdir()} == kept
+    assert save([], tmp_path / "none") == []
 
 
 def test_streams_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:

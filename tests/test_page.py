@@ -153,6 +153,13 @@ def test_the_best_is_the_best_of_the_rivals(tmp_path: Path) -> None:
     assert not page.best(compare([entries[0]])[0])
 
 
+def test_who_has_no_rivals_is_not_the_best(tmp_path: Path) -> None:
+    bound = entry(tmp_path, "upper", 0, matrix(0.9, 0.9), method="joint")
+    failed = entry(tmp_path, "broken", 0, [], names=["task 1", "task 2"], failure={"why": "odd"})
+    (comparison,) = compare([bound, failed, entry(tmp_path, "alone", 0, matrix(0.7, 0.8))])
+    assert page.best(comparison) == []
+
+
 def test_a_thousand_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "draw", lambda _: [])
     ten = [[0.5 + 0.01 * place] * 10 for place in range(10)]
@@ -177,6 +184,22 @@ def test_what_one_run_does_not_share_is_said_of_it_alone(tmp_path: Path) -> None
     assert text.count("<dt>torch</dt>") == 1
     assert text.count("<dt>device</dt>") == 3
     assert re.search(r"Of seed 2 alone:</p>\s*<dl[^>]*>\s*<div><dt>device</dt> <dd>card 1</dd>", text)
+
+
+def test_runs_are_listed_in_the_order_of_the_numbers_in_their_names(tmp_path: Path) -> None:
+    names = ["method 2", "method 10", "METHOD 20", "x lr=1e-05", "x lr=0.05", "x lr=0.1", "x lr=2.0"]
+    entries = [entry(tmp_path, name, 0, [[0.9]], lr=float(place)) for place, name in enumerate(sorted(names))]
+    shown = re.findall(r'<summary><span class="name">(.*?)</span>', page.render("x", entries))
+    assert shown == names
+
+
+def test_neurons_that_cannot_be_read_do_not_end_a_report(tmp_path: Path) -> None:
+    made = Study(tmp_path / "ours")
+    run = a_run("npc", 0)
+    keep(made, run, record_of(run, matrix(0.7, 0.8), names=NAMES))
+    (made.folder_of(run) / "neurons.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"left out.*neurons\.json"):
+        assert page.write(made).exists()
 
 
 # ---- how to run it again ----
@@ -225,6 +248,23 @@ def test_commands(plan: Plan, seeds: Sequence[int], more: dict[str, Any], said: 
     assert page.command(run, seeds) == f"holdfast run {said} --out DIR"
 
 
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["x86_64 CPU", "arm64 CPU"], " --device cpu"),
+        (["x86_64 CPU", "NVIDIA H200"], ""),
+        (["NVIDIA H200"], ""),
+        ([], ""),
+    ],
+)
+def test_what_ran_on_a_cpu_runs_on_a_cpu_again(tmp_path: Path, devices: list[str], said: str) -> None:
+    entries = [entry(tmp_path, "npc", seed, [[0.9]], device=device) for seed, device in enumerate(devices)]
+    entries.append(entry(tmp_path, "npc", len(devices), None))
+    text = page.render("x", entries)
+    assert re.search(rf'<pre class="command" tabindex="0">holdfast run [^<]*\d{said} --out DIR</pre>', text)
+    assert "give <code>--data</code> as before" in text
+
+
 @pytest.mark.parametrize("stream", ["digits", "imnist", "folder:/my images; rm -rf $HOME"])
 @pytest.mark.parametrize(
     "plan",
@@ -236,13 +276,13 @@ def test_commands(plan: Plan, seeds: Sequence[int], more: dict[str, Any], said: 
     ],
 )
 def test_the_command_does_the_same_runs(stream: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [Run.of(stream, Plan(**{**vars(plan), "seed": seed}), 2, "a 'name'\n$x") for seed in (0, 4)]
-    done: list[Run] = []
-    monkeypatch.setattr(cli, "_execute", lambda _study, runs, _how: done.extend(runs))
-    monkeypatch.setattr(cli, "_conclude", lambda *_: None)
-    _, *words = shlex.split(page.command(wanted[0], [0, 4]))
+    wanted = [Run.of(stream, Plan(**{**vars(plan), "seed": seed}), 2, "a 'name' $x") for seed in (0, 4)]
+    done: list[tuple[Run, str]] = []
+    monkeypatch.setattr(cli, "_execute", lambda _study, runs, how: done.extend((run, how.device) for run in runs))
+    monkeypatch.setattr(cli, "_conclude", lambda *_, **__: None)
+    _, *words = shlex.split(page.command(wanted[0], [0, 4], "cpu"))
     cli.app(words, standalone_mode=False)
-    assert done == wanted
+    assert done == [(run, "cpu") for run in wanted]
 
 
 @pytest.mark.parametrize(
@@ -264,11 +304,11 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, *, width: int = 1280, media: dict[str, str] | None = None) -> None:
+    def open(self, path: Path, *, width: int = 1280, media: dict[str, str] | None = None, on: str = "screen") -> None:
         self.cdp("Emulation.setScriptExecutionDisabled", value=False)
         self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
         features = [{"name": name, "value": value} for name, value in (media or {}).items()]
-        self.cdp("Emulation.setEmulatedMedia", features=features)
+        self.cdp("Emulation.setEmulatedMedia", media=on, features=features)
         self.driver.get("about:blank")
         self.said(), self.requested()
         self.driver.get(path.as_uri())
@@ -310,6 +350,10 @@ def browser() -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with Chrome(options, Service(driver)) as opened:
         yield Browser(opened)
+
+
+A4 = 718
+"""The width of its text, in pixels."""
 
 
 @pytest.fixture
@@ -449,6 +493,54 @@ def test_a_phone_scrolls_tables_and_not_the_page(which: str, browser: Browser, r
     assert moved[0] == 150
     assert 0 <= moved[1] < 20  # the name stays
     assert moved[2] < 100
+
+
+def test_figures_can_be_read_on_a_phone(browser: Browser, study: Study) -> None:
+    browser.open(study.folder / "index.html", width=360)
+    sizes = browser.ask(
+        "[...document.querySelectorAll('.drawing')].map(box => { box.focus(); box.scrollLeft = 9999;"
+        " const svg = box.querySelector('svg'), unit = svg.clientWidth / svg.viewBox.baseVal.width;"
+        " return [document.activeElement === box, box.scrollLeft > 0, unit]; })"
+    )
+    assert sizes
+    for focused, scrolled, unit in sizes:
+        assert focused
+        assert scrolled
+        assert unit * figures.STYLE["xtick.labelsize"] >= 9.5  # pixels
+
+
+def test_a_lone_figure_is_no_poster(browser: Browser, tmp_path: Path) -> None:
+    made = Study(tmp_path / "lone")
+    run = a_run("npc", 0)
+    curve = {"task": 0, "step": 5, "accuracy": [0.5]}
+    keep(made, run, record_of(run, [[0.9]], curves=[curve]))
+    browser.open(page.write(made))
+    (width,) = browser.ask("[...document.querySelectorAll('figure svg')].map(svg => svg.clientWidth)")
+    assert 400 < width < 750
+
+
+def test_dark_is_never_printed(browser: Browser, study: Study) -> None:
+    browser.open(study.folder / "index.html", media={"prefers-color-scheme": "dark"}, on="print")
+    assert browser.ask("getComputedStyle(document.documentElement).colorScheme") == "light"
+    assert browser.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for what in ("body", "figure svg", ".results td", "figcaption"):
+        assert luminance(browser.ask("getComputedStyle(document.querySelector(arguments[0])).color", what)) < 0.15
+
+
+@pytest.mark.parametrize(("tasks", "shown"), [(8, True), (9, False), (40, False)])
+def test_a_printed_table_fits(browser: Browser, tmp_path: Path, tasks: int, shown: bool) -> None:
+    made = Study(tmp_path / "wide")
+    names = [f"a long name of task {number}" for number in range(tasks)]
+    for seed in (0, 1):
+        run = a_run("npc beta=0.5 rate=0.001", seed)
+        keep(made, run, record_of(run, [[1.0 - seed / 100] * tasks for _ in names], names=names))
+    browser.open(page.write(made), width=A4, on="print")
+    assert browser.ask("document.querySelector('.results').getBoundingClientRect().width") <= A4
+    assert browser.ask("document.documentElement.scrollWidth") <= A4
+    assert browser.ask("document.querySelector('.results tbody th').clientWidth") >= 100
+    cells = browser.ask("[...document.querySelectorAll('.results tbody td')].filter(each => each.offsetWidth).length")
+    assert cells == 5 + tasks * shown
+    assert ("table.csv" in browser.ask("document.querySelector('caption').innerText")) == (not shown)
 
 
 def luminance(colour: str) -> float:

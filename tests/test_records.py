@@ -52,11 +52,24 @@ def test_runs_that_differ_have_different_folders() -> None:
     assert len({each.id for each in variants}) == len(variants)
     assert run(name="another name").id == run().id
     assert run(epochs=30.0, settings={}).id == run().id  # the defaults, said
+    assert run("ewc", settings={"strength": 30}).id == run("ewc", settings={"strength": 30.0}).id
+
+
+def test_a_folder_of_images_is_known_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = set()
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        made = [Run.of(f"folder:{name}?size=16", Plan("npc")) for name in ("pets", "./pets", tmp_path / place / "pets")]
+        assert len({each.id for each in made}) == 1
+        assert made[0].stream == f"folder:{tmp_path / place / 'pets'}?size=16"
+        ids.add(made[0].id)
+    assert len(ids) == 2
 
 
 def test_a_default_that_is_added_to_plans_later_does_not_orphan_finished_runs() -> None:
     """The name of a folder depends on what was said alone, not on the defaults there are."""
-    said = b'["digits", null, {"lr": 0.2, "method": "npc", "seed": 1}]'
+    said = b'["digits", null, {"lr": 0.2, "method": "npc", "seed": 1.0}]'
     assert run(seed=1, lr=0.2).id == f"digits-npc-1-{hashlib.sha256(said).hexdigest()[:8]}"
 
 
@@ -71,6 +84,8 @@ def test_another_name_is_taken_over(tmp_path: Path) -> None:
     study.add(run(name="NPC, mine"))
     (entry,) = study.entries
     assert (entry.run.name, entry.state) == ("NPC, mine", "finished")
+    study.add(run())
+    assert [entry.run.name for entry in study.entries] == ["NPC, mine"]  # nobody has said another
 
 
 def test_states(tmp_path: Path) -> None:
@@ -86,8 +101,23 @@ def test_states(tmp_path: Path) -> None:
     assert not (entry.folder / "checkpoint.pt").exists()
 
 
+ZERO = json.dumps(record().as_dict() | {"steps": [0, 0]})
+NO_PLAN = json.dumps({"stream": "digits", "plan": {}, "tasks": None, "name": "npc"})
+
+
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"stream": "digits"}', '{"stream": 3, "tasks": null}', "\x00", '{"matrix": [[1]]}', "7"]
+    "content",
+    [
+        "{",
+        "[]",
+        '{"stream": "digits"}',
+        '{"stream": 3, "tasks": null}',
+        "\x00",
+        '{"matrix": [[1]]}',
+        "7",
+        ZERO,
+        NO_PLAN,
+    ],
 )
 @pytest.mark.parametrize("name", ["record.json", "run.json"])
 def test_a_damaged_file_is_named_and_the_others_are_listed(tmp_path: Path, name: str, content: str) -> None:
@@ -96,7 +126,7 @@ def test_a_damaged_file_is_named_and_the_others_are_listed(tmp_path: Path, name:
         study.finish(study.add(each).run, record())
     damaged = study.folder_of(run()) / name
     damaged.write_text(content)
-    with pytest.warns(UserWarning, match=f"left out: .*; delete {damaged.parent} to run it again"):
+    with pytest.warns(UserWarning, match=f"{damaged.parent} is left out, and can be deleted: "):
         entries = study.entries
     assert [entry.run.id for entry in entries] == [run("ewc").id]
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.errors import UserError
 from holdfast.study import logs, running
 from holdfast.study.records import Entry, Run, Study, StudyError, claimed
-from holdfast.study.running import How, Share, perform, run_all, share
+from holdfast.study.running import How, Share, perform, prepare, run_all, share
 from holdfast.training import Plan, Progress, train
 from test_training import outcome
 
@@ -157,14 +159,13 @@ def test_what_goes_wrong_with_one_run_does_not_stop_the_others(tmp_path: Path) -
     assert states == {bad.id: "waiting", worse.id: "failed", good.id: "finished"}
 
 
-def test_data_that_are_not_there_are_said_before_anything_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = Seen()
-    with pytest.raises(Exception, match="nothing"):
-        run_all(Study(tmp_path / "study"), [Run.of(f"folder:{tmp_path}/nothing", plan())], CPU, seen)
-    assert seen.begun == []
-    assert not (tmp_path / "study").exists()
+def test_what_cannot_work_is_said_before_anything_is_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing"):
+        prepare([Run.of(f"folder:{tmp_path}/nothing", plan())], CPU)
+    with pytest.raises(ValueError, match="there is no stream 'didgits'"):
+        prepare([Run.of("didgits", plan())], CPU)
+    with pytest.raises(ValueError, match="there is no device 'gpu': use cpu or cuda"):
+        prepare([], CPU._replace(device="gpu"))
 
 
 def test_a_process_that_dies_costs_one_attempt(tmp_path: Path) -> None:
@@ -174,8 +175,6 @@ def test_a_process_that_dies_costs_one_attempt(tmp_path: Path) -> None:
     class Killer(Seen):
         def went_on(self, run: Run, progress: Progress) -> None:
             if not self.told:
-                import multiprocessing
-
                 for child in multiprocessing.active_children():
                     assert child.pid is not None
                     os.kill(child.pid, signal.SIGKILL)
@@ -188,11 +187,44 @@ def test_a_process_that_dies_costs_one_attempt(tmp_path: Path) -> None:
     assert len(seen.begun) > len(runs)
 
 
+def test_an_idle_process_that_dies_is_replaced(tmp_path: Path) -> None:
+    """Whenever a run has ended its worker is killed, before it gets the next."""
+
+    class Killer(Seen):
+        def ended(self, run: Run, entry: Entry | None, why: str) -> None:
+            super().ended(run, entry, why)
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+
+    seen = Killer()
+    entries = run_all(Study(tmp_path), [run(seed=seed) for seed in range(3)], CPU._replace(jobs=1), seen)
+    assert [entry.state for entry in entries] == ["finished"] * 3
+
+
+def test_a_run_that_is_asked_for_twice_is_done_once(tmp_path: Path) -> None:
+    seen = Seen()
+    assert len(run_all(Study(tmp_path), [run(), run()], CPU._replace(jobs=2), seen)) == 1
+    assert len(seen.begun) == 1
+
+
+@pytest.mark.parametrize("after", [0.0, 1.0, 2.0])
+def test_an_interruption_is_heard_at_every_moment(tmp_path: Path, after: float) -> None:
+    """While processes start, while they load their data, while they learn."""
+    process = start(tmp_path, tmp_path / "study", 100)
+    while not (tmp_path / "study" / "runs").exists():
+        time.sleep(0.01)
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=40)[0]
+    assert process.returncode == 130
+    assert "goes on where it was" in said
+    assert "Traceback" not in said
+
+
 def test_a_process_that_dies_every_time_is_a_failure_of_its_run(tmp_path: Path) -> None:
     class Killer(Seen):
         def went_on(self, run: Run, progress: Progress) -> None:
-            import multiprocessing
-
             for child in multiprocessing.active_children():
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
@@ -222,7 +254,12 @@ def start(tmp_path: Path, folder: Path, epochs: float) -> "subprocess.Popen[str]
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(
-        [sys.executable, str(script), str(folder), str(epochs)], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(folder), str(epochs)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 

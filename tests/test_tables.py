@@ -50,6 +50,13 @@ def test_seeds_of_a_method_are_a_row_and_the_best_is_first() -> None:
     assert found.rows[0].metric("final") == pytest.approx((0.9, None, 1))
 
 
+def test_a_run_that_is_there_twice_counts_once() -> None:
+    (found,) = compare([entry(HERE, "a", 0, FIRST), entry(HERE, "a", 1, SECOND), entry(HERE, "a", 0, FIRST)])
+    final = found.rows[0].metric("final")
+    assert final is not None
+    assert final.runs == 2
+
+
 def test_what_cannot_be_compared_stands_apart() -> None:
     entries = [
         entry(HERE, "a", 0, FIRST),
@@ -68,7 +75,7 @@ def test_different_settings_under_one_name_are_told_apart() -> None:
         entry(HERE, "a", 0, FIRST, lr=1),
     ]
     (found,) = compare(entries)
-    assert sorted((row.name, len(row.records)) for row in found.rows) == [("a (lr=0.1)", 2), ("a (lr=1)", 1)]
+    assert sorted((row.name, len(row.records)) for row in found.rows) == [("a (lr=0.1)", 2), ("a (lr=1.0)", 1)]
 
 
 def test_a_method_whose_runs_failed_is_last_and_says_so() -> None:

@@ -15,10 +15,14 @@ def write(path: Path, content: bytes, *, scratch: Path | None = None, keep: Path
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = scratch or path.with_name(f".{path.name}.{os.getpid()}")
-    with fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
     if keep is not None and path.exists():
         path.replace(keep)
     fresh.replace(path)

@@ -181,15 +181,17 @@ def demo(
     from holdfast.study.demo import runs
     from holdfast.study.running import How
 
-    entries = _execute(_study(out, "demo"), runs(seeds, epochs), How(device=device, jobs=jobs))
-    _conclude(_study(out, "demo"), entries)
+    _carry_out(_study(out, "demo"), runs(seeds, epochs), How(device=device, jobs=jobs))
 
 
 @app.command()
 def run(
     what: Annotated[str, typer.Argument(metavar="STREAM|FILE", help="A stream, or a study file that ends in .toml.")],
     methods: Annotated[list[str] | None, typer.Argument(metavar="METHOD...", help="One method or several.")] = None,
-    seeds: Seeds = 1,
+    seeds: Annotated[
+        int | None,
+        typer.Option("--seeds", min=1, metavar="N", help="Run N times, with seeds 0 to N-1; once if not given."),
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="This seed; may be repeated.")] = None,
     tasks: Tasks = None,
     epochs: Epochs = None,
@@ -233,25 +235,26 @@ def run(
     given["judged_on"] = "validation" if validation else None
     chosen = {key: value for key, value in given.items() if value is not None}
     if what.endswith(".toml"):
-        if methods or settings or name or chosen or tasks or seed:
+        if methods or settings or name or chosen or tasks or seed or seeds:
             raise StudyError(
                 f"{what} says what is run: leave out all but --out, --data, --device, --jobs, --tensorboard"
             )
-        study = _study(out, Path(what).stem)
-        _conclude(study, _execute(study, files.read(Path(what)), how))
+        _carry_out(_study(out, Path(what).stem), files.read(Path(what)), how)
         return
     if not methods:
         raise StudyError(f"which method? For example: holdfast run {what} npc")
     if name is not None and len(methods) > 1:
         raise StudyError("--name is for one method; several would have the same")
+    if seed and seeds:
+        raise StudyError("--seeds and --seed say two things: give one of them")
+    name = None if name is None else files.check_name(name)
     own = dict(map(files.setting, settings or []))
     runs = [
         Run.of(what, _plan(what, method, own, chosen | {"seed": number}), tasks, name)
-        for number in seed or range(seeds)
+        for number in seed or range(seeds or 1)
         for method in methods
     ]
-    study = _study(out, what)
-    _conclude(study, _execute(study, runs, how))
+    _carry_out(_study(out, what), runs, how)
 
 
 def _plan(stream: str, method: str, settings: dict[str, Any], given: dict[str, Any]) -> "Plan":
@@ -312,9 +315,8 @@ def reproduce(
         compile=gpu if compiled is None else compiled,
     )
     chosen = [*paper.METHODS, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
-    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or []))
-    study = _study(out, stream)
-    _conclude(study, _execute(study, runs, how), beside_the_paper=True)
+    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen))
+    _carry_out(_study(out, stream), runs, how, beside_the_paper=True)
 
 
 def _names(text: str) -> list[str]:
@@ -330,18 +332,24 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _by_method(texts: list[str]) -> dict[str, dict[str, Any]]:
+def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]]:
     from holdfast.study import files, paper
+    from holdfast.training import Plan
 
     found: dict[str, dict[str, Any]] = {}
     for text in texts:
         method, dot, rest = text.partition(".")
         if not dot:
             raise StudyError(f"--set {text}: say of which method, such as ewc.strength=30")
+        if method not in methods:
+            raise StudyError(f"--set {text}: {method} is not among the methods {', '.join(methods)}")
         name, value = files.setting(rest)
-        found.setdefault(_names(method)[0], {})[name] = value
+        found.setdefault(method, {})[name] = value
     for method, settings in found.items():
-        files.check_settings("npc" if method == paper.OFF else method, {k: v for k, v in settings.items() if k != "lr"})
+        actual = "npc" if method == paper.OFF else method
+        own = {name: value for name, value in settings.items() if name != "lr"}
+        files.check_settings(actual, own)
+        Plan(actual, lr=settings.get("lr", 1.0))
     return found
 
 
@@ -384,11 +392,14 @@ def sweep(
     chosen = {key: value for key, value in given.items() if value is not None}
     plan = _plan(stream, method, dict(map(files.setting, settings or [])), chosen)
     over = over or OVER.get(method, "strength")
-    coarse = (
-        [_number(text) for text in values.split(",")] if values else [v for v in DECADES if acceptable(plan, over, v)]
-    )
-    if not values and not coarse:
+    if over != "lr":
         files.check_settings(method, {over: 1.0})
+    if values:
+        coarse = [_number(text) for text in values.split(",")]
+        if refused := [value for value in coarse if not acceptable(plan, over, value)]:
+            raise StudyError(f"--values: {method} does not take {refused[0]:g} as {over}")
+    else:
+        coarse = [value for value in DECADES if acceptable(plan, over, value)]
     study = _study(out, f"{stream}-sweep")
     found = search(
         stream,
@@ -447,28 +458,43 @@ def list_runs(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The fo
 
 
 def _study(out: Path | None, name: str) -> Study:
-    return Study(out if out is not None else Path("studies") / name.replace("/", "-").replace(":", "-"))
+    folder = out if out is not None else Path("studies") / name.replace("/", "-").replace(":", "-")
+    if folder.exists() and not folder.is_dir():
+        raise StudyError(f"{folder} is a file, and a study is a folder: choose another with --out")
+    return Study(folder)
+
+
+def _carry_out(study: Study, runs: "Sequence[Run]", how: "How", *, beside_the_paper: bool = False) -> None:
+    """Do the runs, and show what came out, also if it did not come out for all of them."""
+    try:
+        entries = _execute(study, runs, how)
+    except StudyError:
+        if any(study.look(run).record is not None for run in runs):
+            _conclude(study, [study.look(run) for run in runs], beside_the_paper=beside_the_paper)
+        raise
+    _conclude(study, entries, beside_the_paper=beside_the_paper)
 
 
 def _execute(study: Study, runs: "Sequence[Run]", how: "How") -> list[Entry]:
     from rich.console import Console
 
     from holdfast.study.logs import require_tensorboard
-    from holdfast.study.running import run_all
+    from holdfast.study.running import prepare, run_all
     from holdfast.study.show import Bars
 
     if how.tensorboard:
         require_tensorboard()
-    left = sum(study.add(run).record is None for run in runs)
-    if left < len(runs):
-        typer.echo(f"{len(runs) - left} of {len(runs)} runs are finished already, in {study.folder}")
+    left = [run for run in runs if study.look(run).record is None]
+    if len(left) < len(runs):
+        typer.echo(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
     if not left:
         return [study.add(run) for run in runs]
+    prepare(left, how)
     try:
-        with Bars(Console(), left) as bars:
+        with Bars(Console(), len(left)) as bars:
             return run_all(study, runs, how, bars)
     except KeyboardInterrupt as interruption:
-        typer.echo(f"holdfast: {interruption}", err=True)
+        typer.echo(f"holdfast: {str(interruption) or 'interrupted; the same command goes on where it was'}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,12 +23,14 @@ from torch.nn.functional import cross_entropy
 
 import holdfast
 from holdfast import checkpoint
+from holdfast.fast import quicken
 from holdfast.methods import METHODS, Joint, Method, Separate
 from holdfast.methods.method import number
 from holdfast.methods.plastic import Plastic
 from holdfast.models import MODELS, GrowingHead, build_model
 from holdfast.record import Point, Record
-from holdfast.streams.batches import Batches, Images, Rehearsal, Shuffled
+from holdfast.recording import Recorded
+from holdfast.streams.batches import Batches, Images, Pass, Rehearsal, Shuffled, batch
 from holdfast.streams.tasks import Stream, Task
 from holdfast.watching import SAMPLES, Watch
 
@@ -61,8 +65,9 @@ class Plan:
         neurons: whether it is recorded what the neurons do: how their activations before the head change, and, of a
             method that knows it, how important they are over time.
         precision: of the training. "bf16" is autocast.
-        compile: whether the model is compiled.
-        deterministic: whether the same run must give the same bits on the same machine, on a GPU too.
+        compile: whether the model is compiled and, on a GPU, every step recorded as a CUDA graph.
+        deterministic: whether the same run must give the same bits on the same machine, on a GPU too. It is slower, and
+            steps are not recorded.
     """
 
     method: str
@@ -94,7 +99,10 @@ class Plan:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, _plain(item.name, getattr(self, item.name)))
         for name in ("lr", "epochs", "width"):
-            object.__setattr__(self, name, number(name, getattr(self, name), above=0))
+            try:
+                object.__setattr__(self, name, number(name, getattr(self, name), above=0))
+            except TypeError as error:
+                raise ValueError(str(error)) from None
         for name, least in (("batch", 1), ("curve", 1), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
@@ -201,14 +209,20 @@ class _Run:
             assert isinstance(self.model.head, nn.Linear)
             self.model.head = self.growing = GrowingHead(self.model.head.in_features)
             self.growing.grow(len(stream.tasks[0].active)).to(device)
+        if plan.compile and device.type == "cuda":
+            quicken(self.model, activations=METHODS[plan.method].looks_at_activations)
         self.method = self._build_method()
-        self.loss_of = torch.compile(self._loss) if plan.compile else self._loss
+        self.method.fuse = plan.compile
+        self.loss_of = torch.compile(MethodType(_loss_with(plan.method), self)) if plan.compile else self._loss
         self.generator = torch.Generator().manual_seed(plan.seed)
         self.nodes = self._nodes()
         self.active = [torch.tensor(nodes, device=device) for nodes in self.nodes]
         self.task, self.step = 0, 0
         self.batches = self._batches()
-        self.not_finite = torch.full((), -1, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of the task's steps, where they are taken
+        self.not_finite = torch.full((), -1, device=device)  # the first step whose loss was not
+        self.part: Pass | None = None
+        self.recorded: Recorded | None = None
         self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all outputs were finite when last judged
         names = [task.name for task in stream.tasks]
         settings = {**_defaults(METHODS[plan.method]), **plan.settings}
@@ -290,25 +304,54 @@ class _Run:
 
     def _learn(self, *, last: bool) -> None:
         began = time.monotonic()
-        x, y = next(self.batches)
         try:
-            loss = self.loss_of(x, y, self.active[self.task]) + self.method.penalty()
+            if self._recordable:
+                self._replay()
+            else:
+                self._step(*next(self.batches))
         except FloatingPointError as error:
             first = int(self.not_finite)
             self._fail(self.step if first < 0 else first, str(error))
             return
-        self.method.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.method.step()
-        bad = (self.not_finite < 0) & ~loss.detach().isfinite()
-        self.not_finite = torch.where(bad, self.step, self.not_finite)
         self.step += 1
-        self.record.images += len(y)
+        self.record.images += self.batches.size
         if last or self.step % _LOOK_EVERY == 0:
             where = int(self.not_finite)
             if where >= 0:
                 self._fail(where, _NOT_FINITE)
         self.record.seconds["training"] += time.monotonic() - began
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        loss = self.loss_of(x, y, self.active[self.task]) + self.method.penalty()
+        self.method.zero_grad()
+        loss.backward()
+        self.method.step()
+        bad = (self.not_finite < 0) & ~loss.detach().isfinite()
+        self.not_finite.copy_(torch.where(bad, self.count, self.not_finite))
+        self.count += 1
+
+    @property
+    def _recordable(self) -> bool:
+        fast = self.plan.compile and self.device.type == "cuda" and not self.plan.deterministic
+        return fast and self.images.resident and self.method.repeatable
+
+    def _replay(self) -> None:
+        """A step on the next images, which are put to where the recorded step looks for them."""
+        part = self.batches.draw()
+        if self.recorded is None or self.part is None:
+            self.part = part.clone()
+            self.recorded = Recorded(self._step_on_part, self.device)
+        self.part.copy_(part)
+        self.recorded()
+
+    def _step_on_part(self) -> None:
+        assert self.part is not None
+        self._step(*batch(self.images, self.stream.tasks[self.task], self.part))
+
+    def _forget_recorded(self) -> None:
+        """What was recorded for a task is no good for the next."""
+        self.method.zero_grad()
+        self.part = self.recorded = None
 
     def _fail(self, step: int, why: str) -> None:
         self.record.failure = {"task": self.task, "step": step, "why": why}
@@ -344,6 +387,8 @@ class _Run:
         self.record.matrix.append(accuracies)
         point = self.record.timeline[-1]
         self.task, self.step = self.task + 1, 0
+        self.count.zero_()
+        self._forget_recorded()
         if self.task < len(self.stream.tasks):
             self._grow()
             self.batches = self._batches()
@@ -421,6 +466,7 @@ class _Run:
                     "another folder, or delete this one"
                 )
         self.task, self.step = state["task"], state["step"]
+        self.count.fill_(self.step)
         for _ in range(min(self.task, len(self.stream.tasks) - 1)):
             self._grow()
         if isinstance(self.method, Joint):  # whose data are in no state
@@ -442,9 +488,25 @@ class _Run:
             self.record.device += f", then {here}"
 
 
+@cache
+def _loss_with(method: str) -> FunctionType:
+    """The loss as a function of its own for each method.
+
+    torch.compile keeps what it has compiled with the code of a function, and does not look whether a model has hooks:
+    what was compiled for a method that has none would otherwise be taken for one that has.
+    """
+    code = _Run._loss.__code__.replace(co_name=f"_loss_with_{method}")
+    return FunctionType(code, globals(), code.co_name)
+
+
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The device that is asked for, if it is there; a GPU if none is and there is one."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"there is no device {str(device)!r}: use cpu or cuda") from None
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported: use cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} was asked for, but there is no GPU here")
     return where

@@ -30,6 +30,7 @@ class Watch:
     def __init__(self, model: nn.Module, method: Method, samples: Tensor) -> None:
         self.model, self.method, self.samples = model, method, samples
         self.before: Tensor | None = None
+        self.importance: Tensor | None = None
         self.found: dict[str, Any] = {"importance": [], "change": None}
 
     def mark(self, task: int, step: int) -> None:
@@ -42,8 +43,9 @@ class Watch:
         self.mark(task, step)
         if task == 0:
             self.before = self._activations()
+            self.importance = self._importance(self.before.shape[1])
         elif task == 1 and self.before is not None:
-            self.found["change"] = change(self.before, self._activations(), self._importance_after_first())
+            self.found["change"] = change(self.before, self._activations(), self.importance)
 
     def _activations(self) -> Tensor:
         """Of the neurons before the head, `[sample, neuron]`."""
@@ -60,20 +62,18 @@ class Watch:
             self.model.train()
         return seen[0].float().cpu()
 
-    def _importance_after_first(self) -> Tensor | None:
-        """The importance, after the first task, of the neurons before the head."""
-        ends = [mark["layers"] for mark in self.found["importance"] if mark["task"] == 0]
-        if not ends:
+    def _importance(self, neurons: int) -> Tensor | None:
+        """The importance of the neurons before the head, which are the last layer's with as many."""
+        if not isinstance(self.method, NPC):
             return None
-        assert self.before is not None
-        fitting = [values for values in ends[-1].values() if len(values) == self.before.shape[1]]
-        return torch.tensor(fitting[-1]) if fitting else None
+        fitting = [values for values in self.method.importance.values() if len(values) == neurons]
+        return fitting[-1].cpu() if fitting else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"before": self.before, "found": self.found}
+        return {"before": self.before, "importance": self.importance, "found": self.found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.before, self.found = state["before"], state["found"]
+        self.before, self.importance, self.found = state["before"], state["importance"], state["found"]
 
 
 def change(before: Tensor, after: Tensor, importance: Tensor | None) -> dict[str, Any]:

@@ -8,7 +8,8 @@ so two tensors per parameter, the importance A and the anchor M, hold all of it.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,6 +56,11 @@ def pull_(
     for value, moved in zip(values, exact, strict=True):
         if moved is not value:  # of lower precision than its anchor
             value.copy_(moved)
+
+
+@cache
+def _pull() -> Callable[..., None]:
+    return torch.compile(pull_)
 
 
 class Anchored(Method):
@@ -148,7 +154,8 @@ class Anchored(Method):
             if held:
                 values, importance, anchor = zip(*held, strict=True)
                 lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-                pull_(values, importance, anchor, 2 * self.strength * lr)
+                fused = self.fuse and all(value.is_cuda for value in values)
+                (_pull() if fused else pull_)(values, importance, anchor, 2 * self.strength * lr)
 
     def _memory_of(self, parameter: nn.Parameter, name: str | None) -> tuple[Tensor, Tensor] | None:
         """The importance and the anchor of a parameter, on its device."""
@@ -164,6 +171,10 @@ class Anchored(Method):
         return self._importance[name], self._anchor[name]
 
     # ---- the textbook's form ----
+
+    @property
+    def repeatable(self) -> bool:
+        return self.form == "proximal"
 
     @property
     def _acts_through_loss(self) -> bool:

@@ -1,6 +1,7 @@
 """Connection-level plasticity control: the rule of NPC on single connections, the paper's own control experiment."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,35 @@ def connection_average(importance: Tensor, value: Tensor, gradient: Tensor, rate
     mean = measured.mean()
     average = torch.lerp(importance, measured / mean, rate)
     return torch.where((mean > 0) & (mean < torch.inf), average, importance)
+
+
+def measure_(importances: Sequence[Tensor], values: Sequence[Tensor], slopes: Sequence[Tensor], rate: float) -> None:
+    """`connection_average` of several parameters, in place."""
+    for importance, value, slope in zip(importances, values, slopes, strict=True):
+        importance.copy_(connection_average(importance, value, slope, rate))
+
+
+def limit_all_(
+    importances: Sequence[Tensor],
+    changing: Sequence[Tensor],
+    before: Sequence[Tensor] | None,
+    beta: float,
+    gain: float,
+) -> None:
+    """In place, only so much of every change as the importance of its connections allows."""
+    for i, (importance, tensor) in enumerate(zip(importances, changing, strict=True)):
+        share = plasticity(importance, beta=beta, gain=gain).to(tensor.dtype)
+        limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
+
+
+@cache
+def _measure() -> Callable[..., None]:
+    return torch.compile(measure_)
+
+
+@cache
+def _limit() -> Callable[..., None]:
+    return torch.compile(limit_all_)
 
 
 class CPC(Plastic):
@@ -66,23 +96,24 @@ class CPC(Plastic):
     @property
     def importance(self) -> dict[str, Tensor]:
         """The moving average of importance, one value per connection, by parameter."""
-        return dict(self._importance)
+        return {name: values.clone() for name, values in self._importance.items()}
 
     def _update(self) -> None:
-        moving, shares = [], []
+        moving, importances, slopes = [], [], []
         for name, p in self._parameters.items():
             if p.grad is not None:
                 if p.grad.is_sparse:
                     raise TypeError(f"CPC needs dense gradients, {name!r} has sparse ones: name its module in free=")
-                old = self._importance[name].to(p.device)
-                self._importance[name] = connection_average(old, p.detach(), p.grad, self.rate)
+                self._importance[name] = self._importance[name].to(p.device)
                 moving.append(p)
-                shares.append(plasticity(self._importance[name], beta=self.beta, gain=self.gain))
+                importances.append(self._importance[name])
+                slopes.append(p.grad)
+        fused = self.fuse and all(p.is_cuda for p in moving)
+        values = [p.detach() for p in moving]
+        (_measure() if fused else measure_)(importances, values, slopes, self.rate)
 
         def limit(changing: list[Tensor], before: list[Tensor] | None) -> None:
-            for i, tensor in enumerate(changing):
-                share = shares[i].to(tensor.dtype)
-                limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
+            (_limit() if fused else limit_all_)(importances, changing, before, self.beta, self.gain)
 
         self._limited_step(moving, limit)
 

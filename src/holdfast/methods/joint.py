@@ -64,6 +64,10 @@ class Joint(Method):
         self._tasks.append(_Task(batches, output_nodes(active)))
 
     @property
+    def repeatable(self) -> bool:
+        return not self._tasks  # whose batches come from wherever the user keeps them
+
+    @property
     def _acts_through_loss(self) -> bool:
         return bool(self._tasks)
 

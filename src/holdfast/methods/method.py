@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,13 @@ class Method(Optimizer):
 
     wrapped: Optimizer
     model: nn.Module
+    looks_at_activations: ClassVar[bool] = False
+    """Whether it looks at the outputs of the model's activation modules."""
+    fuse: bool = False
+    """Whether its own part of a step is compiled on a GPU, where many small operations take long.
+
+    NPC's is in any case, if the model is compiled.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(model, nn.Module):
@@ -131,6 +138,13 @@ class Method(Optimizer):
 
     def _penalty(self) -> Tensor:
         return torch.zeros((), device=device_of(self.model))
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether every step until the end of the task is the same operations on the same tensors, so that it may be
+        recorded as a CUDA graph.
+        """
+        return True
 
     @property
     def _acts_through_loss(self) -> bool:

@@ -80,7 +80,7 @@ class NPC(Plastic):
     @property
     def importance(self) -> dict[str, Tensor]:
         """The moving average of importance, one value per neuron, by layer."""
-        return dict(zip(self._names, self._split(self._importance), strict=True))
+        return dict(zip(self._names, self._split(self._importance.clone()), strict=True))
 
     @property
     def _names(self) -> list[str]:
@@ -142,8 +142,8 @@ class NPC(Plastic):
         # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
         control = _fused() if row.is_cuda and self._observation.compiled else control_
         knobs = self.rate, self.beta, self.gain
-        self._importance = control(
-            self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before
+        self._importance.copy_(
+            control(self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before)
         )
 
     # ---- the first step says what a user should know ----

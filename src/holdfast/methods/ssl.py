@@ -122,6 +122,8 @@ class SSL(MAS):
     {'0': (8,)}
     """
 
+    looks_at_activations = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -81,7 +81,18 @@ class Pass:
         return Pass(self.places[part], self.top[part], self.left[part], self.mirrored[part])
 
     def to(self, device: torch.device) -> "Pass":
-        return Pass(*(each.to(device) for each in (self.places, self.top, self.left, self.mirrored)))
+        return Pass(*(each.to(device) for each in self.tensors))
+
+    def clone(self) -> "Pass":
+        return Pass(*(each.clone() for each in self.tensors))
+
+    def copy_(self, other: "Pass") -> None:
+        """Become, in place, another pass over as many images."""
+        torch._foreach_copy_(list(self.tensors), list(other.tensors))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.places, self.top, self.left, self.mirrored
 
 
 def random_pass(stream: Stream, places: Tensor, generator: torch.Generator) -> Pass:
@@ -187,16 +198,22 @@ class Shuffled:
         return self
 
     def __next__(self) -> Batch:
-        if self._pass is None or self.position + self.size > len(self.task.train):
-            self._begin()
+        part = self.draw()
         assert self._pass is not None
-        part = self._pass[slice(self.position, self.position + self.size)]
-        self.position += self.size
         drawn = batch(self.images, self.task, part, self._ahead)
         following = self._pass.places[self.position : self.position + self.size]
         fetch = not self.images.resident and len(following) == self.size
         self._ahead = self.images.take(following) if fetch else None
         return drawn
+
+    def draw(self) -> Pass:
+        """Which images come next, and how."""
+        if self._pass is None or self.position + self.size > len(self.task.train):
+            self._begin()
+        assert self._pass is not None
+        part = self._pass[slice(self.position, self.position + self.size)]
+        self.position += self.size
+        return part
 
     def _begin(self) -> None:
         self._ahead, self.position = None, 0

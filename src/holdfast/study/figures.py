@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from holdfast import atomic
 from holdfast.record import Record
-from holdfast.study.records import Entry
+from holdfast.study.records import Entry, StudyError
 from holdfast.study.tables import Comparison, Row
 
 Array = NDArray[np.float64]
@@ -50,6 +50,8 @@ MARKERS = "os^DvPX*<>ph"
 """Their number and those of `PALETTE` and `DASHES` let no look come twice among the first 132."""
 GROUPS = {"all": "all neurons", "most": "the most important tenth", "least": "the least important tenth"}
 MEASURES = {"absolute": "change of activation", "relative": "change / the neuron's own spread"}
+OURS = re.compile(r"(average|tasks|balance|activations|importance)-.*\d-(test|validation)(-[0-9a-f]{8})?\.(pdf|png)")
+"""The names of the files that are written here."""
 UNCONTROLLED = 1e6
 """The threshold from which NPC holds nothing back: importance, which has a mean of 1, does not come near it."""
 
@@ -113,22 +115,30 @@ class Drawing:
 def draw(comparison: Comparison) -> list[Drawing]:
     """All figures that the runs of a comparison have the data for, in the order in which they are read."""
     looks = {row.name: look(number, row.name) for number, row in enumerate(comparison.rows)}
-    parts = [_averages, _tasks, _balance, _changes, _importance]
+    watched = {row.name: _watched(row) for row in comparison.rows}
     with _styled():
-        drawings = [drawing for part in parts if (drawing := part(comparison, looks)) is not None]
+        found = [part(comparison, looks) for part in (_averages, _tasks, _balance)]
+        found += [part(comparison, looks, watched) for part in (_changes, _importance)]
+        drawings = [drawing for drawing in found if drawing is not None]
         for drawing in drawings:
             _settle(drawing.figure)
     return drawings
 
 
 def save(drawings: Iterable[Drawing], folder: Path) -> list[Path]:
-    """Write each figure as PDF and PNG, and say where. The same figure makes the same files, byte for byte."""
+    """Write each figure as PDF and PNG, and say where. The same figure makes the same files, byte for byte.
+
+    Figures of ours that are in the folder and are not among these are removed: they show what is no longer so.
+    """
     plain: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
     paths = []
     for drawing in drawings:
         for ending, metadata in plain.items():
             paths.append(folder / f"{drawing.key}.{ending}")
             atomic.write(paths[-1], _rendered(drawing.figure, format=ending, facecolor="white", metadata=metadata))
+    for path in set(folder.glob("*")) - set(paths):
+        if OURS.fullmatch(path.name):
+            path.unlink()
     return paths
 
 
@@ -555,21 +565,54 @@ def _name_corner(axes: Axes, points: Array) -> Array:
 # ---- neurons ----
 
 
-def _finished(row: Row) -> list[tuple[Entry, Record, dict[str, Any]]]:
-    """The runs of a row that came to their end and whose neurons were watched."""
-    ended = [(entry, entry.record) for entry in row.entries if entry.record is not None and entry.record.summary]
-    return [(entry, record, entry.neurons) for entry, record in ended if entry.neurons is not None]
+class Watched(NamedTuple):
+    """A run that came to its end and whose neurons were watched."""
+
+    entry: Entry
+    record: Record
+    times: list[float]
+    """When the importance of the neurons was noted, in tasks; from 0 on."""
+    layers: dict[str, Array]
+    """How important the neurons of each layer were then, `[neuron, time]`; no layers if the method does not know."""
+    change: dict[str, Any] | None
+    """How activations changed, if the neurons have an importance."""
 
 
-def _changes_of(row: Row) -> list[dict[str, Any]]:
-    """The changes of activation of the runs whose neurons have an importance."""
-    changes = [neurons.get("change") for _, _, neurons in _finished(row)]
-    return [change for change in changes if change is not None and change["importance"] is not None]
+def _watched(row: Row) -> list[Watched]:
+    """The runs of a row that have neurons to show; those whose file is damaged are left out with a warning."""
+    found = []
+    for entry in row.entries:
+        try:
+            watched = _neurons(entry)
+        except StudyError as error:
+            warnings.warn(f"neurons left out: {error}", stacklevel=2)
+        else:
+            found += [watched] if watched is not None else []
+    return found
 
 
-def _changes(comparison: Comparison, looks: Mapping[str, Look]) -> Drawing | None:
+def _neurons(entry: Entry) -> Watched | None:
+    record = entry.record
+    if record is None or record.summary is None or entry.neurons is None:
+        return None
+    try:
+        marks, change = entry.neurons["importance"], entry.neurons["change"]
+        times = [0.0, *(mark["task"] + mark["step"] / record.steps[mark["task"]] for mark in marks)]
+        names = list(marks[0]["layers"]) if marks else []
+        layers = {name: np.array([mark["layers"][name] for mark in marks], dtype=np.float64).T for name in names}
+        if change is not None and change["importance"] is None:
+            change = None
+        for part in (change[measure] for measure in MEASURES if change is not None):
+            _ = common_edges([part]), [(part["means"][group], part["counts"][group]) for group in GROUPS]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StudyError(f"{entry.folder / 'neurons.json'} is no record of neurons ({error!r})") from None
+    return Watched(entry, record, times, layers, change)
+
+
+def _changes(comparison: Comparison, looks: Mapping[str, Look], watched: Mapping[str, list[Watched]]) -> Drawing | None:
     """Figure 3 of the paper, as it is and relative to the spread of each neuron."""
-    rows = [(row, changes) for row in comparison.rows if (changes := _changes_of(row))]
+    known = {name: [run.change for run in runs if run.change is not None] for name, runs in watched.items()}
+    rows = [(looks[name], changes) for name, changes in known.items() if changes]
     if not rows:
         return None
     figure = Figure((WIDTH, 0.75 + 1.85 * len(rows)))
@@ -577,8 +620,8 @@ def _changes(comparison: Comparison, looks: Mapping[str, Look]) -> Drawing | Non
     for column, (measure, words) in enumerate(MEASURES.items()):
         parts = [[change[measure] for change in changes] for _, changes in rows]
         edges = common_edges([first for first, *_ in parts])
-        for axes, (row, _), seeds in zip(grid[:, column], rows, parts, strict=True):
-            _histograms(axes, looks[row.name].name, seeds, edges)
+        for axes, (style, _), seeds in zip(grid[:, column], rows, parts, strict=True):
+            _histograms(axes, style.name, seeds, edges)
         grid[-1, column].set_xlabel(words)
     figure.supylabel("share of the group's values", fontsize=9)
     handles = [Patch(**_group_look(group)) for group in GROUPS]
@@ -588,8 +631,9 @@ def _changes(comparison: Comparison, looks: Mapping[str, Look]) -> Drawing | Non
         "Change of activation after the second task",
         "How far the activations of the neurons before the head moved while the second task was learnt, on the same "
         "images of the first task: as they are (left) and relative to each neuron's spread before (right). Bars are "
-        "shares of each group's values, of the first seed, and the last has all that is larger; triangles and numbers "
-        f"are {_means([len(changes) for _, changes in rows])}, none if nothing in a group varied before.",
+        "shares of each group's values, of the first seed, and the last has all that is larger. Numbers are "
+        f"{_means([len(changes) for _, changes in rows])}, none if in any seed nothing in the group varied before; "
+        "triangles show those that the panel reaches.",
         figure,
     )
 
@@ -610,11 +654,11 @@ def _histograms(axes: Axes, name: str, seeds: Sequence[Mapping[str, Any]], edges
         style, found = _group_look(group), shares(seeds[0], group, edges)
         if found is not None:
             axes.stairs(found, edges, label=group, **style)
-        means = [seed["means"][group] for seed in seeds if seed["means"][group] is not None]
-        said.append(f"{group} {fmean(means):.3g}" if means else f"{group} none")
-        if means and fmean(means) <= edges[-1]:
+        mean = mean_of_all([seed["means"][group] for seed in seeds])
+        said.append(f"{group} none" if mean is None else f"{group} {mean:.3g}")
+        if mean is not None and mean <= edges[-1]:
             colour = style["edgecolor"] if group != "all" else INK
-            axes.plot(fmean(means), 1.03, "v", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+            axes.plot(mean, 1.03, "v", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
     axes.set_title(f"{name}\nmean: {', '.join(said)}", pad=9)
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(1e-4, 1)
@@ -623,16 +667,25 @@ def _histograms(axes: Axes, name: str, seeds: Sequence[Mapping[str, Any]], edges
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """The mean of values, none of which may be missing.
+
+    >>> mean_of_all([1.0, 2.0]), mean_of_all([1.0, None])
+    (1.5, None)
+    """
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
 def common_edges(distributions: Sequence[Mapping[str, Any]]) -> Array:
-    """Edges of bins for all of several histograms: no finer than theirs, and no farther than most of them reach.
+    """Edges of bins for all of several histograms: no finer than theirs, and no farther than any of them reaches.
 
     >>> common_edges([{"top": 2.0, "counts": {"all": [3, 1, 0, 0]}}, {"top": 1.0, "counts": {"all": [1, 1, 1, 1]}}])
     array([0. , 0.5, 1. ])
     """
     tops = [distribution["top"] for distribution in distributions]
-    widest = max(min(tops), max(tops) / 4)
-    bins = max(1, int(len(distributions[0]["counts"]["all"]) * widest / max(tops) + 1e-9))
-    return np.linspace(0, widest, bins + 1)
+    bins = max(1, int(len(distributions[0]["counts"]["all"]) * min(tops) / max(tops) + 1e-9))
+    return np.linspace(0, min(tops), bins + 1)
 
 
 def shares(distribution: Mapping[str, Any], group: str, edges: Array) -> Array | None:
@@ -655,35 +708,35 @@ def _controlled(entry: Entry) -> bool:
     return bool(entry.run.plan["settings"].get("beta", 0.0) < UNCONTROLLED)
 
 
-def _importance(comparison: Comparison, looks: Mapping[str, Look]) -> Drawing | None:
+def _importance(
+    comparison: Comparison, looks: Mapping[str, Look], watched: Mapping[str, list[Watched]]
+) -> Drawing | None:
     """How important the neurons of one run are over time, and which are frozen."""
     runs = [
-        (row, record, neurons["importance"])
-        for row in comparison.rows
-        for entry, record, neurons in _finished(row)
-        if neurons.get("importance") and record.settings.get("beta") and _controlled(entry)
+        (looks[name], run)
+        for name, several in watched.items()
+        for run in several
+        if run.layers and run.record.settings.get("beta") and _controlled(run.entry)
     ]
     if not runs:
         return None
-    row, record, marks = runs[0]
-    beta = float(record.settings["beta"])
-    times = [0.0, *(mark["task"] + mark["step"] / record.steps[mark["task"]] for mark in marks)]
-    names = list(marks[0]["layers"])
-    columns = 1 if len(names) <= 4 else 2
-    figure, panels = _panels(comparison, len(names), columns, each=1.25, more=1.0)
-    for name, axes in zip(names, panels, strict=True):
-        values = np.array([mark["layers"][name] for mark in marks], dtype=np.float64).T / beta
+    style, run = runs[0]
+    beta = float(run.record.settings["beta"])
+    columns = 1 if len(run.layers) <= 4 else 2
+    figure, panels = _panels(comparison, len(run.layers), columns, each=1.25, more=1.0)
+    for (name, importance), axes in zip(run.layers.items(), panels, strict=True):
+        values = importance / beta
         frozen = int((values[:, -1] >= 1).sum())
         axes.set_title(f"{shortened(name, 40 // columns)}: {frozen} of {len(values)} frozen")
-        _map(axes, times, values, len(comparison.tasks))
+        _map(axes, run.times, values, len(comparison.tasks))
     figure.supylabel("neurons, in order of freezing", fontsize=9)
     _bar(figure, panels, beta)
     return Drawing(
         _key("importance", comparison),
-        f"Importance of the neurons: {looks[row.name].name}",
+        f"Importance of the neurons: {style.name}",
         "How important each neuron is while one task after another is learnt, relative to the threshold "
-        f"{beta:g} from which it is frozen. One run, seed {record.plan['seed']}: in each layer the neurons that freeze "
-        "first lie lowest, and the number is that of those frozen in the end.",
+        f"{beta:g} from which it is frozen. One run, seed {run.record.plan['seed']}: in each layer the neurons that "
+        "freeze first lie lowest, and the number is that of those frozen in the end.",
         figure,
     )
 

@@ -328,9 +328,10 @@ def _tasks(given: Any) -> int:
     return given
 
 
-def _name(given: Any) -> str:
+def check_name(given: Any) -> str:
+    """How a run is called: one line of text."""
     if not isinstance(given, str) or not given.strip() or not given.isprintable():
-        raise ValueError(f"name must be a line of text in quotes, got {given!r}")
+        raise ValueError(f"name must be a line of text, got {given!r}")
     return given
 
 
@@ -340,7 +341,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "seeds": _seeds,
     "stream": _stream,
     "tasks": _tasks,
-    "name": _name,
+    "name": check_name,
 }
 
 

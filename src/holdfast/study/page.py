@@ -6,6 +6,7 @@ What is shown is decided here, how it looks in `page.html.jinja`, `page.css` and
 import base64
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -147,13 +148,15 @@ def _and(words: Sequence[str]) -> str:
 
 
 def best(comparison: Comparison) -> list[Row]:
-    """The rows with the highest average of all that are rivals."""
+    """The rows with the highest average of all that are rivals, if there are at least two."""
     found = [
         (final.mean, row)
         for row in comparison.rows
         if (final := row.metric("final")) is not None and row.entries[0].run.plan["method"] not in BOUNDS
     ]
-    highest = max((mean for mean, _ in found), default=None)
+    if len(found) < 2:
+        return []
+    highest = max(mean for mean, _ in found)
     return [row for mean, row in found if mean == highest]
 
 
@@ -188,7 +191,17 @@ def _groups(entries: Iterable[Entry], common: Sequence[Fact]) -> list[Group]:
         plan = {name: value for name, value in run.plan.items() if name != "seed"}
         alike.setdefault(json.dumps([run.stream, run.tasks, run.name, plan], sort_keys=True), []).append(entry)
     found = [_group(sorted(group, key=_by_seed), common) for group in alike.values()]
-    return sorted(found, key=lambda group: (group.run.stream, group.run.name.casefold()))
+    return sorted(found, key=lambda group: (_natural(group.run.stream), _natural(group.run.name)))
+
+
+def _natural(name: str) -> list[str | float]:
+    """What names are sorted by: the numbers in them by their size.
+
+    >>> sorted(["ewc 10", "ewc 2", "ewc 0.5", "EWC 1e-05"], key=_natural)
+    ['EWC 1e-05', 'ewc 0.5', 'ewc 2', 'ewc 10']
+    """
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name.casefold())
+    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def _by_seed(entry: Entry) -> tuple[int, str]:
@@ -198,13 +211,15 @@ def _by_seed(entry: Entry) -> tuple[int, str]:
 
 def _group(entries: list[Entry], common: Sequence[Fact]) -> Group:
     run = entries[0].run
-    ended = [_found(entry.record) for entry in entries if entry.record is not None]
+    records = [entry.record for entry in entries if entry.record is not None]
+    ended = [_found(record) for record in records]
     shared = [*_planned(run), *(_shared(ended) if ended else _facts(run.plan["settings"]))]
     known = {*common, *shared}
     lines = [_line(entry, known) for entry in entries]
     seeds = [entry.run.plan["seed"] for entry in entries]
     own = [fact for fact in shared if fact not in common]
-    return Group(run, _how_far(entries), own, lines, command(run, seeds))
+    device = "cpu" if records and all(str(record.device).endswith("CPU") for record in records) else None
+    return Group(run, _how_far(entries), own, lines, command(run, seeds, device))
 
 
 def _line(entry: Entry, known: set[Fact]) -> Line:
@@ -259,8 +274,8 @@ def _failure(record: Record) -> str | None:
 # ---- how to run it again ----
 
 
-def command(run: Run, seeds: Sequence[int]) -> str:
-    """The shell command for a run with these seeds; `DIR` stands for the folder of a study.
+def command(run: Run, seeds: Sequence[int], device: str | None = None) -> str:
+    """The shell command for a run with these seeds, on a device if it is named; `DIR` stands for the folder of a study.
 
     What the command does of itself, which for some streams is not what a plan does, is left out.
 
@@ -278,6 +293,8 @@ def command(run: Run, seeds: Sequence[int]) -> str:
         words += ["--set", f"{name}={_setting(value)}"]
     if run.name != default_name(method, settings):
         words += ["--name", run.name]
+    if device is not None:
+        words += ["--device", device]
     return shlex.join([*words, "--out", "DIR"])
 
 

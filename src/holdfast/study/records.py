@@ -66,7 +66,8 @@ class Run:
             for item in dataclasses.fields(plan)
             if item.name in ("method", "seed") or getattr(plan, item.name) != _default(item)
         }
-        identity = json.dumps([stream, tasks, chosen], sort_keys=True)
+        stream = _absolute(stream)
+        identity = json.dumps(alike([stream, tasks, chosen]), sort_keys=True)
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
         slug = re.sub(r"[^A-Za-z0-9]+", "-", stream).strip("-")[-40:]
         return cls(
@@ -80,6 +81,28 @@ class Run:
     @property
     def label(self) -> str:
         return f"{self.name}, seed {self.plan['seed']}"
+
+
+def alike(value: Any) -> Any:
+    """Plain data in which numbers that are equal are the same: 1 and 1.0, for instance.
+
+    >>> alike({"strength": 1, "labels": ["exact", True]})
+    {'strength': 1.0, 'labels': ['exact', True]}
+    """
+    if isinstance(value, Mapping):
+        return {key: alike(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [alike(inner) for inner in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _absolute(stream: str) -> str:
+    """A folder's images by where they are, so that the same name in another place is another stream."""
+    kind, colon, path = stream.partition(":")
+    if kind != "folder" or not path:
+        return stream
+    place, question, options = path.partition("?")
+    return f"{kind}{colon}{Path(place).expanduser().resolve()}{question}{options}"
 
 
 def _default(item: "dataclasses.Field[Any]") -> Any:
@@ -128,14 +151,17 @@ class Study:
     def folder_of(self, run: Run) -> Path:
         return self.folder / "runs" / run.id
 
-    def add(self, run: Run) -> Entry:
-        """Make the folder of a run, unless it is there, and look how it stands."""
+    def look(self, run: Run) -> Entry:
+        """How a run stands."""
         folder = self.folder_of(run)
-        known = folder / "run.json"
-        stands = {name: value for name, value in dataclasses.asdict(run).items() if name != "id"}
-        if not known.exists() or read_json(known) != stands:
-            write_json(known, stands)
         return Entry(run, folder, _record(folder))
+
+    def add(self, run: Run) -> Entry:
+        """Make the folder of a run, or give it the name that the user has given it now, and look how it stands."""
+        known = self.folder_of(run) / "run.json"
+        if not known.exists() or run.name != default_name(run.plan["method"], run.plan["settings"]):
+            write_json(known, {name: value for name, value in dataclasses.asdict(run).items() if name != "id"})
+        return self.look(run)
 
     def finish(self, run: Run, record: Record) -> None:
         """Keep what came out of a run, and remove the checkpoints that it no longer needs."""
@@ -143,7 +169,7 @@ class Study:
         if record.neurons is not None:
             write_json(folder / "neurons.json", record.neurons)
         write_json(folder / "record.json", dataclasses.replace(record, neurons=None).as_dict())
-        for name in ("checkpoint.pt", "checkpoint.previous"):
+        for name in ("checkpoint.pt", "checkpoint.previous", "error.txt"):
             (folder / name).unlink(missing_ok=True)
 
     @property
@@ -154,9 +180,10 @@ class Study:
             folder = known.parent
             try:
                 run = Run(**read_json(known), id=folder.name)
+                _ = [run.plan[key] for key in ("method", "settings", "seed", "judged_on")]
                 found.append(Entry(run, folder, _record(folder)))
-            except (StudyError, TypeError, ValueError) as error:
-                warnings.warn(f"left out: {error}; delete {folder} to run it again", stacklevel=2)
+            except (UserError, TypeError, LookupError) as error:
+                warnings.warn(f"{folder} is left out, and can be deleted: {error}", stacklevel=2)
         return found
 
 
@@ -168,8 +195,8 @@ def _record(folder: Path) -> Record | None:
     try:
         record = Record.from_dict(data)
         _ = record.summary, record.timeline, record.images_per_second
-    except (TypeError, ValueError, KeyError, LookupError) as error:
-        raise StudyError(f"{path} is no record of a run ({error})") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise StudyError(f"{path} is no record of a run ({error}): delete {folder} to run it again") from None
     return record
 
 
@@ -177,9 +204,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error})") from None
+        raise StudyError(f"{path} cannot be read ({error}): delete {path.parent} to start anew") from None
     if not isinstance(data, dict):
-        raise StudyError(f"{path} is no record of a run")
+        raise StudyError(f"{path} has something else in it: delete {path.parent} to start anew")
     return data
 
 

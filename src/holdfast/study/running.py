@@ -9,10 +9,11 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +28,7 @@ from holdfast.study.logs import Log
 from holdfast.study.records import Entry, Run, Study, StudyError, claimed
 from holdfast.training import Interrupted, Plan, Progress, choose_device, train
 
-AT_ONCE_ON_A_GPU = 4
+AT_ONCE_ON_A_GPU = 2  # benchmarks/sharing.py
 MEMORY_OF_A_RUN = 6 * 2**30
 _PAUSE = 0.2  # seconds between two reports of a worker, and between two looks at what other processes do
 
@@ -80,7 +81,7 @@ def perform(study: Study, run: Run, how: How, tell: Callable[[Progress], None] |
     with claimed(folder) as ours:
         if not ours:
             return None
-        entry = study.add(run)
+        entry = study.look(run)
         if entry.record is not None:
             return entry
         stream, plan = _stream(run.stream, how.data, run.tasks), Plan(**run.plan)
@@ -88,7 +89,7 @@ def perform(study: Study, run: Run, how: How, tell: Callable[[Progress], None] |
         with Log(folder, steps, tensorboard=how.tensorboard) as log:
             record = train(stream, plan, device=how.device, folder=folder, tell=tell, mark=log)
         study.finish(run, record)
-        return study.add(run)
+        return study.look(run)
 
 
 @lru_cache(maxsize=2)
@@ -110,7 +111,8 @@ class Ended(NamedTuple):
 
 def _work(pipe: Connection, folder: Path, how: How, threads: int) -> None:
     """Do the runs that come through the pipe, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but in a run, which then stops at the end of a step
+    with _interrupts_wait():  # as they have since the process was started
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # but in a run, which then stops at the end of a step
     torch.set_num_threads(threads)
     study = Study(folder)
     try:
@@ -137,7 +139,7 @@ def _attempt(study: Study, run: Run, how: How, tell: Callable[[Progress], None])
     try:
         return Ended("busy" if perform(study, run, how, tell) is None else "done")
     except Interrupted:
-        return Ended("interrupted")
+        return Ended("interrupted", "interrupted; the same command goes on where it was")
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return Ended("no memory", "the memory of the GPU is not enough: use a smaller batch or width")
@@ -145,7 +147,8 @@ def _attempt(study: Study, run: Run, how: How, tell: Callable[[Progress], None])
         return Ended("failed", str(error))
     except Exception as error:  # a mistake in a method or a model, which its author wants to see whole
         path = study.folder_of(run) / "error.txt"
-        path.write_text(traceback.format_exc())
+        with suppress(OSError):
+            path.write_text(traceback.format_exc())
         return Ended("failed", f"{type(error).__name__}: {error}; where it happened is in {path}")
 
 
@@ -178,20 +181,21 @@ class _Crew:
     study: Study
     how: How
     display: Display
-    waiting: deque[Run]
+    waiting: deque[Run] = field(default_factory=deque)
     elsewhere: list[Run] = field(default_factory=list)
     again: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
     workers: list[_Worker] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.places, self.threads = share(len(self.waiting), self.how)
+    places: int = 1
+    threads: int = 1
 
     @property
     def busy(self) -> list[_Worker]:
         return [worker for worker in self.workers if worker.run is not None]
 
-    def go(self) -> None:
+    def go(self, runs: Iterable[Run]) -> None:
+        self.waiting.extend(runs)
+        self.places, self.threads = share(len(self.waiting), self.how)
         while self.waiting or self.elsewhere or self.busy:
             self._hand_out()
             if self.busy:
@@ -204,15 +208,23 @@ class _Crew:
     def _hand_out(self) -> None:
         while self.waiting and len(self.busy) < self.places:
             idle = next((worker for worker in self.workers if worker.run is None), None) or self._hire()
-            idle.run = self.waiting.popleft()
-            idle.pipe.send(idle.run)
-            self.display.began(idle.run)
+            run = self.waiting.popleft()
+            try:
+                idle.pipe.send(run)
+            except OSError:  # it has died since
+                self.workers.remove(idle)
+                self.waiting.appendleft(run)
+                continue
+            idle.run = run
+            self.display.began(run)
 
     def _hire(self) -> _Worker:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self.study.folder, self.how, self.threads), daemon=True)
-        process.start()
+        resource_tracker.ensure_running()  # now, since starting it lets interrupts through again
+        with _interrupts_wait():
+            process.start()
         theirs.close()  # so that ours ends when the process does
         self.workers.append(_Worker(process, ours))
         return self.workers[-1]
@@ -242,7 +254,7 @@ class _Crew:
             self._note(run, message.why)
 
     def _note(self, run: Run, why: str = "") -> None:
-        entry = self.study.add(run)
+        entry = self.study.look(run)
         if entry.record is None:
             self.failures[run.label] = why
         self.display.ended(run, entry if entry.record is not None else None, why)
@@ -250,25 +262,28 @@ class _Crew:
     def _look_elsewhere(self) -> None:
         """See what became of the runs that other processes are at; what they have left is done here."""
         for run in self.elsewhere[:]:
-            entry = self.study.add(run)
+            entry = self.study.look(run)
             if entry.state != "running":
                 self.elsewhere.remove(run)
+                self.display.waits(len(self.elsewhere))
                 if entry.record is None:
                     self.waiting.append(run)
                 else:
                     self._note(run)
 
     def interrupt(self) -> None:
-        """Let every run save itself."""
-        for worker in self.busy:
-            if worker.process.pid is not None:
-                os.kill(worker.process.pid, signal.SIGINT)
-        for worker in self.busy:
-            try:
-                while not isinstance(worker.pipe.recv(), Ended):
-                    pass
-            except (EOFError, ConnectionResetError):
-                pass
+        """Let every run save itself. One that has not begun to learn hears of it when it does."""
+        while busy := self.busy:
+            for worker in busy:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.process.pid or 0, signal.SIGINT)
+            for pipe in wait([worker.pipe for worker in busy], timeout=_PAUSE):
+                worker = next(worker for worker in busy if worker.pipe is pipe)
+                try:
+                    ended = isinstance(worker.pipe.recv(), Ended)
+                except (EOFError, ConnectionResetError):
+                    ended = True
+                worker.run = None if ended else worker.run
 
     def dismiss(self) -> None:
         for worker in self.workers:
@@ -279,20 +294,36 @@ class _Crew:
                 worker.process.kill()
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """A Ctrl-C waits until the end of the block; in a process that is started there, until that is ready for it."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def prepare(runs: Iterable[Run], how: How) -> None:
+    """Find out what cannot work before anything is run: the device, the streams, their data, which are fetched once."""
+    choose_device(how.device)
+    for stream, tasks in dict.fromkeys((run.stream, run.tasks) for run in runs):
+        build_stream(stream, how.data, tasks=tasks)
+
+
 def run_all(study: Study, runs: Iterable[Run], how: How, display: Display) -> list[Entry]:
     """Do all runs that are not finished, several at once, and return all of them as they then stand.
 
     What goes wrong with one run does not stop the others; afterwards it is a StudyError. Ctrl-C lets every run save
     itself; the same again goes on from there.
     """
-    runs = list(runs)
-    choose_device(how.device)
-    for stream, tasks in {(run.stream, run.tasks) for run in runs}:
-        build_stream(stream, how.data, tasks=tasks)  # so that data are fetched once, and what is wrong with them said
-    entries = [study.add(run) for run in runs]
-    crew = _Crew(study, how, display, deque(entry.run for entry in entries if entry.record is None))
+    crew = _Crew(study, how, display)
     try:
-        crew.go()
+        entries = [study.add(run) for run in {run.id: run for run in runs}.values()]
+        crew.go(entry.run for entry in entries if entry.record is None)
     except KeyboardInterrupt:
         crew.interrupt()
         raise Interrupted(f"interrupted; the same command goes on where it was, in {study.folder}") from None
@@ -302,4 +333,4 @@ def run_all(study: Study, runs: Iterable[Run], how: How, display: Display) -> li
         label, why = next(iter(crew.failures.items()))
         others = f", and {len(crew.failures) - 1} more" if len(crew.failures) > 1 else ""
         raise StudyError(f"{label}: {why}{others}; what is finished is kept in {study.folder}")
-    return [study.add(entry.run) for entry in entries]
+    return [study.look(entry.run) for entry in entries]

@@ -66,7 +66,8 @@ class Bars:
         self.console.print(f"{escape(run.label)}: {escape(_outcome(entry, why))}", highlight=False)
 
     def waits(self, runs: int) -> None:
-        self.progress.update(self.all, description=f"[bold]{self.runs} runs[/] ({runs} by another process)")
+        elsewhere = f" ({runs} by another process)" if runs else ""
+        self.progress.update(self.all, description=f"[bold]{self.runs} runs[/]{elsewhere}")
 
     def _update_all(self) -> None:
         self.progress.update(self.all, completed=self.ended_so_far + sum(self.shares.values()))

@@ -1,6 +1,7 @@
 """The paper's search for a setting: decades first, then finer around the best, on validation images alone."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,8 @@ class Sweep:
     common: Run
     """What all its runs have in common; it has none of the values, and is not run."""
     over: str
+    seeds: int
+    """Runs of each value."""
     curve: list[Tried]
     """All values, the smallest first."""
 
@@ -62,19 +65,24 @@ class Sweep:
             "tasks": self.common.tasks,
             "plan": dict(self.common.plan),
             "over": self.over,
+            "seeds": self.seeds,
             "best": self.best,
             "curve": [tried.as_dict() for tried in self.curve],
         }
 
     def path(self, folder: Path) -> Path:
-        return folder / "sweeps" / f"{self.common.id}-{self.over}.json"
+        return folder / "sweeps" / f"{self.common.id}-{self.over}-{self.seeds}.json"
 
     def with_those_before(self, folder: Path) -> "Sweep":
         """With the values that an earlier search for the same tried, if it was saved in `folder`."""
         if not self.path(folder).exists():
             return self
         now = {tried.value for tried in self.curve}
-        before = [Tried.from_dict(data) for data in read_json(self.path(folder))["curve"]]
+        try:
+            before = [Tried.from_dict(data) for data in read_json(self.path(folder))["curve"]]
+        except (StudyError, LookupError, TypeError) as error:
+            warnings.warn(f"{self.path(folder)} is no search, and is written anew ({error})", stacklevel=2)
+            return self
         curve = sorted([*self.curve, *(t for t in before if t.value not in now)], key=lambda tried: tried.value)
         return replace(self, curve=curve)
 
@@ -123,7 +131,7 @@ def search(
     coarse = attempt(values)
     around = sorted({float(f"{best(coarse) * factor:.3g}") for factor in finer} - set(values))
     curve = sorted(coarse + attempt(value for value in around if acceptable(plan, over, value)), key=lambda t: t.value)
-    return Sweep(Run.of(stream, replace(plan, judged_on="validation"), tasks), over, curve)
+    return Sweep(Run.of(stream, replace(plan, judged_on="validation"), tasks), over, seeds, curve)
 
 
 def acceptable(plan: Plan, over: str, value: float) -> bool:

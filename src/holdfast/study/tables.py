@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from holdfast.record import Record
-from holdfast.study.records import Entry
+from holdfast.study.records import Entry, alike
 
 
 class Estimate(NamedTuple):
@@ -75,7 +75,8 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        return f"{self.stream}, {len(self.tasks)} tasks, {self.judged_on} images"
+        tasks = "1 task" if len(self.tasks) == 1 else f"{len(self.tasks)} tasks"
+        return f"{self.stream}, {tasks}, {self.judged_on} images"
 
 
 def compare(entries: Iterable[Entry]) -> list[Comparison]:
@@ -94,23 +95,29 @@ def _rows(entries: Iterable[Entry]) -> list[Row]:
     for entry in entries:
         by_plan.setdefault((entry.run.name, json.dumps(_settings(entry), sort_keys=True)), []).append(entry)
     by_name: dict[str, list[list[Entry]]] = {}
-    for (name, _), alike in by_plan.items():
-        by_name.setdefault(name, []).append(alike)
+    for (name, _), seeds in by_plan.items():
+        by_name.setdefault(name, []).append(_once(seeds))
     return [
-        Row(name if len(several) == 1 else f"{name} ({_differences(alike, several)})", alike)
+        Row(name if len(several) == 1 else f"{name} ({_differences(seeds, several)})", seeds)
         for name, several in by_name.items()
-        for alike in several
+        for seeds in several
     ]
+
+
+def _once(entries: Iterable[Entry]) -> list[Entry]:
+    """One entry per seed: a run may be there twice, as all tasks of a stream and as its first five."""
+    return list({entry.run.plan["seed"]: entry for entry in entries}.values())
 
 
 def _settings(entry: Entry) -> dict[str, Any]:
     """All that decides how a run turns out, but its seed."""
-    settings = entry.run.plan["settings"]
-    return {key: value for key, value in entry.run.plan.items() if key not in ("seed", "settings")} | dict(settings)
+    plan = {key: value for key, value in entry.run.plan.items() if key not in ("seed", "settings")}
+    settings: dict[str, Any] = alike(plan | dict(entry.run.plan["settings"]))
+    return settings
 
 
-def _differences(alike: list[Entry], several: list[list[Entry]]) -> str:
-    mine, all_of_them = _settings(alike[0]), [_settings(each[0]) for each in several]
+def _differences(seeds: list[Entry], several: list[list[Entry]]) -> str:
+    mine, all_of_them = _settings(seeds[0]), [_settings(each[0]) for each in several]
     keys = dict.fromkeys(key for settings in all_of_them for key in settings)
     differ = [key for key in keys if any(settings.get(key) != mine.get(key) for settings in all_of_them)]
     return ", ".join(f"{key}={mine.get(key, 'default')}" for key in differ)

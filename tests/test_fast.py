@@ -1,0 +1,96 @@
+"""Models that are quickened: the same network, here on a CPU; tests/test_cuda.py has the kernels."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.fast import FewChannels, NormReluPool, quicken
+from holdfast.models import paper_cnn
+
+
+@pytest.fixture(autouse=True)
+def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.fast.find_spec", lambda name: object())
+
+
+def both(**knobs: bool) -> tuple[nn.Sequential, nn.Sequential]:
+    """A narrow model of the paper's kind, without dropout, and the same one quickened."""
+    torch.manual_seed(0)
+    model = paper_cnn(classes=4, width=0.1)
+    model.dropout = nn.Identity()
+    quick = copy.deepcopy(model)
+    quicken(quick, **knobs)
+    return model, quick
+
+
+def test_the_paper_s_network_is_quickened_where_it_can_be() -> None:
+    _, quick = both()
+    assert type(quick.conv1) is FewChannels
+    assert type(quick.conv2) is nn.Conv2d
+    assert [type(quick[number]) for number in (1, 2, 3)] == [NormReluPool, nn.Identity, nn.Identity]
+    _, watched = both(activations=True)
+    assert type(watched.conv1) is FewChannels
+    assert [type(watched[number]) for number in (1, 2, 3)] == [nn.InstanceNorm2d, nn.ReLU, nn.MaxPool2d]
+
+
+def test_it_computes_the_same() -> None:
+    plain, quick = both()
+    assert list(plain.state_dict()) == list(quick.state_dict())
+    x = torch.randn(6, 3, 32, 32)
+    torch.testing.assert_close(quick(x), plain(x))
+    for model in (plain, quick):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(quick.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_npc_finds_the_same_importance() -> None:
+    """Where neurons are observed behind the pooling, and where they are behind the norm, the sums are the same."""
+
+    def learn(model: nn.Sequential, batches: list[Tensor]) -> dict[str, Tensor]:
+        npc = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.05), rate=0.3, free=[model.head])
+        for x in batches:
+            npc.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            npc.step()
+        return npc.importance
+
+    batches = [torch.randn(6, 3, 32, 32) for _ in range(4)]
+    ours, theirs = (learn(model, batches) for model in reversed(both()))
+    assert list(ours) == ["conv1", "conv2", "conv3", "hidden"]
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.InstanceNorm2d(4, track_running_stats=True), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.InstanceNorm2d(4, eps=1e-3), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(3)],
+        [nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2, stride=1)],
+        [nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)],
+        [nn.InstanceNorm2d(4), nn.GELU(), nn.MaxPool2d(2)],
+        [nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.Conv2d(4, 4, 5, padding=1)],
+        [nn.Conv2d(4, 4, 3, padding=1, stride=2)],
+        [nn.Conv2d(4, 4, 3, padding=1, groups=2)],
+        [nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")],
+        [nn.Conv2d(8, 4, 3, padding=1)],
+    ],
+)
+def test_what_is_not_the_same_is_left_as_it_is(modules: list[nn.Module]) -> None:
+    model = nn.Sequential(*modules)
+    kinds = [type(module) for module in model]
+    quicken(model)
+    assert [type(module) for module in model] == kinds
+
+
+def test_images_of_odd_sizes() -> None:
+    x = torch.randn(2, 4, 7, 5)
+    plain = nn.Sequential(nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
+    assert torch.equal(NormReluPool(4)(x), plain(x))
