@@ -34,19 +34,16 @@ _PAUSE = 0.2  # seconds between two reports of a worker, and between two looks a
 
 
 class How(NamedTuple):
-    """How the runs of a study are done.
-
-    Args:
-        data: the folder to look for data sets in first.
-        device: "cpu" or "cuda"; a GPU if there is one and None is given.
-        jobs: how many runs at once; as many as suit the machine if None.
-        tensorboard: whether TensorBoard is written too.
-    """
+    """How the runs of a study are done."""
 
     data: Path | None = None
+    """The folder to look for data sets in first."""
     device: str | None = None
+    """`cpu` or `cuda`; a GPU if there is one and none is given."""
     jobs: int | None = None
+    """How many runs at once; as many as suit the machine if none is given."""
     tensorboard: bool = False
+    """Whether TensorBoard's files are written too."""
 
 
 class Share(NamedTuple):
