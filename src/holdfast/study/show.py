@@ -122,7 +122,7 @@ def _percent(value: Estimate | None, digits: int) -> str:
     return "" if value is None else value.percent(digits)
 
 
-def beside_the_paper(comparison: Comparison) -> Table:
+def beside_the_paper(comparison: Comparison, digits: int = 2) -> Table:
     """Table 1: what came out here, and below it what the paper printed. A star marks what differs."""
     table = _table(f"Table 1: {comparison.title}")
     table.add_column("method")
@@ -135,19 +135,19 @@ def beside_the_paper(comparison: Comparison) -> Table:
         ours = [*row.tasks, row.metric("final")]
         printed = paper.table1(comparison.stream, row.name)
         if printed is None or len(printed.tasks) != len(comparison.tasks):
-            table.add_row(escape(row.name), *(_percent(each, 2) for each in ours), end_section=True)
+            table.add_row(escape(row.name), *(_percent(each, digits) for each in ours), end_section=True)
             continue
         theirs = [*printed.tasks, printed.average]
-        table.add_row(escape(row.name), *(_marked(a, b) for a, b in zip(ours, theirs, strict=True)))
-        table.add_row("  the paper", *(each.percent() for each in theirs), style="dim", end_section=True)
+        table.add_row(escape(row.name), *(_marked(a, b, digits) for a, b in zip(ours, theirs, strict=True)))
+        table.add_row("  paper", *(each.percent(digits) for each in theirs), style="dim", end_section=True)
     table.caption = "mean (standard error); * differs from the paper by more than two standard errors of the difference"
     return table
 
 
-def _marked(ours: Estimate | None, theirs: Estimate) -> str:
+def _marked(ours: Estimate | None, theirs: Estimate, digits: int) -> str:
     if ours is None:
         return ""
-    return ("*" if paper.differ(ours, theirs) else "") + ours.percent()
+    return ("*" if paper.differ(ours, theirs) else "") + ours.percent(digits)
 
 
 def search(sweep: "Sweep") -> Table:
