@@ -119,6 +119,15 @@ def test_tensorboard_has_the_same_curves(tmp_path: Path) -> None:
     assert len(curves["accuracy/task 2"]) == 2
 
 
+def test_the_logs_of_a_run_that_diverges_end_where_its_curves_do(tmp_path: Path) -> None:
+    entry = perform(Study(tmp_path), run(lr=1e30, epochs=10, curve=150), CPU)
+    assert entry is not None
+    assert entry.state == "failed"
+    assert entry.record is not None
+    points = [json.loads(line) for line in (entry.folder / "curve.jsonl").read_text().splitlines()]
+    assert [(p["task"], p["step"]) for p in points] == [(p.task, p.step) for p in entry.record.timeline]
+
+
 def test_without_tensorboard_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "find_spec", lambda name: None)
     with pytest.raises(StudyError, match="pip install tensorboard"):

@@ -4,14 +4,13 @@ What takes long to import is imported by the commands that need it.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.errors import UserError
+from holdfast.errors import UserError, warn_in_one_line
 from holdfast.study.records import Entry, Run, Study, StudyError
 
 if TYPE_CHECKING:
@@ -516,7 +515,7 @@ def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = Fa
 
 def main() -> None:
     """The entry point: an error that the user can do something about is one line, not a traceback."""
-    warnings.showwarning = lambda message, *_: print(f"holdfast: {message}", file=sys.stderr)
+    warn_in_one_line()
     try:
         app()
     except OSError as error:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from holdfast.errors import UserError
+from holdfast.errors import UserError, warn_in_one_line
 from holdfast.streams import build_stream
 from holdfast.streams.tasks import Stream
 from holdfast.study.logs import Log
@@ -85,6 +85,10 @@ def perform(study: Study, run: Run, how: How, tell: Callable[[Progress], None] |
         steps = [plan.steps(stream, task) for task in stream.tasks]
         with Log(folder, steps, tensorboard=how.tensorboard) as log:
             record = train(stream, plan, device=how.device, folder=folder, tell=tell, mark=log)
+        if record.failure is not None:  # points after it are no part of the curves
+            with Log(folder, steps, tensorboard=how.tensorboard) as log:
+                for point in record.timeline:
+                    log(point)
         study.finish(run, record)
         return study.look(run)
 
@@ -110,6 +114,7 @@ def _work(pipe: Connection, folder: Path, how: How, threads: int) -> None:
     """Do the runs that come through the pipe, until it is closed."""
     with _interrupts_wait():  # as they have since the process was started
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # but in a run, which then stops at the end of a step
+    warn_in_one_line()
     torch.set_num_threads(threads)
     study = Study(folder)
     try:
