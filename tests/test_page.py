@@ -38,7 +38,8 @@ def keep(study: Study, run: Run, record: Record | None) -> None:
 
 
 def a_run(name: str, seed: int, **knobs: Any) -> Run:
-    return Run.of("digits", Plan(knobs.pop("method", "npc"), seed=seed, **knobs), name=name)
+    stream, method = knobs.pop("stream", "digits"), knobs.pop("method", "npc")
+    return Run.of(stream, Plan(method, seed=seed, **knobs), name=name)
 
 
 def matrix(first: float, second: float) -> list[list[float]]:
@@ -578,3 +579,21 @@ def test_without_javascript(browser: Browser, study: Study) -> None:
     summary.click()
     assert browser.driver.find_element("css selector", ".group pre").is_displayed()
     browser.cdp("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_the_paper_s_table_stands_beside_ours(browser: Browser, tmp_path: Path) -> None:
+    made = Study(tmp_path / "imnist")
+    for seed, average in enumerate((0.90, 0.91)):
+        run = a_run("npc", seed, stream="imnist")
+        keep(made, run, record_of(run, [[average] * 5] * 5))
+    browser.open(page.write(made))
+    cells = browser.ask(
+        "[...document.querySelectorAll('.printed-there tbody td')].map(each => each.innerText.split('\\n'))"
+    )
+    assert cells[0] == ["*90.50(0.50)", "98.45(0.13)"]
+    assert cells[-1] == ["*90.50(0.50)", "99.63(0.02)"]
+    assert len(cells) == 6
+
+
+def test_there_is_no_such_table_for_other_streams(study: Study) -> None:
+    assert "Table 1" not in page.render("x", study.entries)

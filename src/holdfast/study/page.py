@@ -19,7 +19,7 @@ from markupsafe import Markup
 import holdfast
 from holdfast import atomic
 from holdfast.record import Record
-from holdfast.study import exports, figures, files
+from holdfast.study import exports, figures, files, paper
 from holdfast.study.figures import Drawing
 from holdfast.study.records import Entry, Run, State, Study, default_name
 from holdfast.study.tables import Comparison, Row, compare
@@ -91,6 +91,7 @@ def _page(name: str, entries: Sequence[Entry], comparisons: list[tuple[Compariso
         summary=summarise(entries),
         comparisons=comparisons,
         best=best,
+        beside=beside,
         bounds=BOUNDS,
         common=common,
         several_streams=len({entry.run.stream for entry in entries}) > 1,
@@ -145,6 +146,12 @@ def _and(words: Sequence[str]) -> str:
 
 
 # ---- the table ----
+
+
+def beside(comparison: Comparison) -> list[tuple[Row, list[paper.Pair]]]:
+    """The methods that the paper has too, with what it printed of them."""
+    rows = [(row, paper.beside(comparison.stream, row)) for row in comparison.rows]
+    return [(row, pairs) for row, pairs in rows if pairs and comparison.judged_on == "test"]
 
 
 def best(comparison: Comparison) -> list[Row]:

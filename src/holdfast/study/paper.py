@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.study.records import Run
-from holdfast.study.tables import Estimate
+from holdfast.study.tables import Estimate, Row
 
 if TYPE_CHECKING:
     from holdfast.training import Plan
@@ -100,6 +100,25 @@ def differ(ours: Estimate, theirs: Estimate) -> bool | None:
     if ours.error is None or theirs.error is None:
         return None
     return abs(ours.mean - theirs.mean) > 2 * math.hypot(ours.error, theirs.error)
+
+
+class Pair(NamedTuple):
+    """What came out here, and what the paper printed."""
+
+    ours: Estimate
+    theirs: Estimate
+
+    @property
+    def differ(self) -> bool:
+        return bool(differ(self.ours, self.theirs))
+
+
+def beside(stream: str, row: Row) -> list[Pair]:
+    """A method's accuracy on each task and on average, beside the paper's; empty if there is nothing to compare."""
+    printed, average = table1(stream, row.name), row.metric("final")
+    if printed is None or average is None or len(printed.tasks) != len(row.tasks):
+        return []
+    return [Pair(*pair) for pair in zip([*row.tasks, average], [*printed.tasks, printed.average], strict=True)]
 
 
 def runs(

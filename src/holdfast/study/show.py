@@ -132,22 +132,16 @@ def beside_the_paper(comparison: Comparison, digits: int = 2) -> Table:
         if not row.records:
             table.add_row(escape(row.name), "failed")
             continue
-        ours = [*row.tasks, row.metric("final")]
-        printed = paper.table1(comparison.stream, row.name)
-        if printed is None or len(printed.tasks) != len(comparison.tasks):
+        pairs = paper.beside(comparison.stream, row)
+        if not pairs:
+            ours = [*row.tasks, row.metric("final")]
             table.add_row(escape(row.name), *(_percent(each, digits) for each in ours), end_section=True)
             continue
-        theirs = [*printed.tasks, printed.average]
-        table.add_row(escape(row.name), *(_marked(a, b, digits) for a, b in zip(ours, theirs, strict=True)))
-        table.add_row("  paper", *(each.percent(digits) for each in theirs), style="dim", end_section=True)
+        table.add_row(escape(row.name), *("*" * pair.differ + pair.ours.percent(digits) for pair in pairs))
+        theirs = [pair.theirs.percent(digits) for pair in pairs]
+        table.add_row("  paper", *theirs, style="dim", end_section=True)
     table.caption = "mean (standard error); * differs from the paper by more than two standard errors of the difference"
     return table
-
-
-def _marked(ours: Estimate | None, theirs: Estimate, digits: int) -> str:
-    if ours is None:
-        return ""
-    return ("*" if paper.differ(ours, theirs) else "") + ours.percent(digits)
 
 
 def search(sweep: "Sweep") -> Table:
