@@ -3,6 +3,7 @@
 import copy
 import inspect
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
 from holdfast.methods import METHODS, npc
+from holdfast.methods.anchor import pull_
+from holdfast.methods.cpc import limit_all_, measure_
+from holdfast.training import _many_graphs
 from holdfast.training import train as train_run
 from test_training import plan, stream
 
@@ -176,3 +180,42 @@ def test_a_run_is_not_given_what_was_compiled_for_a_method_without_hooks(name: s
     alone = train_run(made, plans[1], device="cpu")
     assert after.matrix == alone.matrix
     assert after.failure is None
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", ["pull", "measure", "limit"])
+def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
+    """Else torch would leave it as it is, without a word."""
+    torch.manual_seed(0)
+    values, slopes, importances = ([torch.rand(4, 3), torch.rand(4)] for _ in range(3))
+    function, arguments = {
+        "pull": (pull_, lambda: (copies(values), importances, slopes, 3.0)),
+        "measure": (measure_, lambda: (copies(importances), values, slopes, 0.1)),
+        "limit": (limit_all_, lambda: (importances, copies(slopes), None, 0.7, 1.0)),
+    }[name]
+    ours, theirs = arguments(), arguments()
+    torch.compile(function, fullgraph=True, backend="aot_eager")(*ours)
+    function(*theirs)
+    for mine, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_process_may_compile_more_often_than_torch_lets_it() -> None:
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        made.append(1)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    with _many_graphs(plan(compile=True)):
+        for size in range(2, 14):
+            function(torch.zeros(size))
+    assert len(made) == 12
+    with _many_graphs(plan(compile=False)):
+        for size in range(14, 26):
+            function(torch.zeros(size))
+    assert len(made) == 12  # by itself torch has had enough

@@ -1,6 +1,7 @@
 """On a GPU: skipped where there is none."""
 
 import copy
+import gc
 import io
 import os
 import signal
@@ -27,6 +28,8 @@ from holdfast.training import train as train_run
 from test_training import outcome as run_outcome
 from test_training import plan as run_plan
 from test_training import stream as spots
+
+CUDA = torch.device("cuda")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -266,6 +269,37 @@ def test_the_kernel_of_norm_relu_and_pooling(shape: tuple[int, ...], dtype: torc
     torch.testing.assert_close(out.double(), exact, **close)
     if dtype == torch.float32:  # in bf16 several values of a window are often the same
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
+    x = torch.randn(2, 4, 8, 8, device="cuda")
+    x[0, 1, 2, 3] = bad
+    exact = nn.functional.max_pool2d(nn.functional.instance_norm(x).relu(), 2)
+    torch.testing.assert_close(NormReluPool(4)(x), exact, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_a_recorded_run_that_diverges_is_noticed() -> None:
+    run = _Run(pictures(), run_plan("npc", model="paper_cnn", width=0.2, batch=16, epochs=40, compile=True), CUDA)
+    for progress in run:
+        if progress.step == 30:
+            with torch.no_grad():
+                run.model.conv2.weight[0] = torch.nan
+    assert run.record.failure is not None
+    assert run.record.failure["step"] == 30
+
+
+def test_a_finished_run_leaves_nothing_on_the_gpu() -> None:
+    how = run_plan("ewc", model="paper_cnn", width=0.2, batch=16, epochs=4, compile=True)
+    train_run(pictures(), how, device="cuda")  # after which all that stays for good is there
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        train_run(pictures(), how, device="cuda")
+    finally:
+        gc.enable()
+    assert torch.cuda.memory_allocated() - before < 2**20
 
 
 def test_a_convolution_of_few_channels() -> None:

@@ -43,7 +43,7 @@ class FewChannels(nn.Conv2d):
 
 
 def _quick(x: Tensor) -> bool:
-    return x.is_cuda and not inside_transform()
+    return x.is_cuda and x.dim() == 4 and x.dtype != torch.float64 and not inside_transform()
 
 
 def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
@@ -75,6 +75,6 @@ def _is_norm_relu_pool(modules: Sequence[nn.Module]) -> bool:
     match modules:
         case [nn.InstanceNorm2d() as norm, nn.ReLU(), nn.MaxPool2d() as pool]:
             plain = not norm.affine and not norm.track_running_stats and norm.eps == EPS
-            windows = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
-            return plain and windows == (2, 2, 0, 1, False)
+            windows = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices
+            return plain and windows == (2, 2, 0, 1, False, False)
     return False

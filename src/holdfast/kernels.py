@@ -44,7 +44,7 @@ def _forward(
     rstd = 1 / tl.sqrt(tl.sum(a * a + b * b + c * c + d * d, 0) / (4 * windows) + eps)
     largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d)) * rstd
     place = out + (sample * windows + at)[:, None] * channels + channel[None, :]
-    tl.store(place, tl.maximum(largest, 0.0), mask=present)
+    tl.store(place, tl.where(largest < 0, 0.0, largest), mask=present)  # which lets through what is no number
     tl.store(mean_of + sample * channels + channel, mean, mask=channel < channels)
     tl.store(rstd_of + sample * channels + channel, rstd, mask=channel < channels)
 
@@ -97,7 +97,8 @@ def norm_relu_pool(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.empty_like(x[:, :, ::2, ::2], memory_format=torch.channels_last)
     mean, rstd = (torch.empty(samples, channels, dtype=torch.float32, device=x.device) for _ in range(2))
     grid, windows, block = _tile(x)
-    _forward[grid](x, out, mean, rstd, height, width, channels, EPS, windows, block, num_warps=8)
+    with torch.cuda.device_of(x):
+        _forward[grid](x, out, mean, rstd, height, width, channels, EPS, windows, block, num_warps=8)
     return out, mean, rstd
 
 
@@ -114,7 +115,8 @@ def _slopes(slope: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     _, channels, height, width = x.shape
     out = torch.empty_like(x)
     grid, windows, block = _tile(x)
-    _backward[grid](x, slope, mean, rstd, out, height, width, channels, windows, block, num_warps=8)
+    with torch.cuda.device_of(x):
+        _backward[grid](x, slope, mean, rstd, out, height, width, channels, windows, block, num_warps=8)
     return out
 
 

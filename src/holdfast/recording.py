@@ -1,10 +1,17 @@
 """A step of training as one CUDA graph, which the host starts with one call instead of some hundred."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 _WARM = 4  # steps, in which all is compiled and allocated that will be
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One for all that is recorded, since torch keeps some memory for each there ever was."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Recorded:
@@ -16,7 +23,7 @@ class Recorded:
         self.step, self.device = step, device
         self.taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = _side(device)
 
     def __call__(self) -> None:
         if self.graph is not None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -163,8 +163,14 @@ def train(
     """
     where = choose_device(device)
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with _alone(), torch.random.fork_rng(cuda), _numerics(plan), _interruptible() as interrupted:
-        run = _Run(stream, plan, where)
+    with (
+        _alone(),
+        torch.random.fork_rng(cuda),
+        _numerics(plan),
+        _many_graphs(plan),
+        _interruptible() as interrupted,
+        closing(_Run(stream, plan, where)) as run,
+    ):
         path = None if folder is None else Path(folder) / "checkpoint.pt"
         if path is not None and (state := checkpoint.load(path)) is not None:
             run.load_state_dict(state, path)
@@ -322,7 +328,9 @@ class _Run:
         self.record.seconds["training"] += time.monotonic() - began
 
     def _step(self, x: Tensor, y: Tensor) -> None:
-        loss = self.loss_of(x, y, self.active[self.task]) + self.method.penalty()
+        loss = self.loss_of(x, y, self.active[self.task])
+        with self._autocast():
+            loss = loss + self.method.penalty()
         self.method.zero_grad()
         loss.backward()
         self.method.step()
@@ -353,6 +361,11 @@ class _Run:
         self.method.zero_grad()
         self.part = self.recorded = None
 
+    def close(self) -> None:
+        """Let go of what would otherwise stay on the device until Python looks for cycles."""
+        self._forget_recorded()
+        del self.loss_of
+
     def _fail(self, step: int, why: str) -> None:
         self.record.failure = {"task": self.task, "step": step, "why": why}
         still_good = [point for point in self.record.curves if (point["task"], point["step"]) <= (self.task, step)]
@@ -376,6 +389,7 @@ class _Run:
         if not bool(self.sound):
             self._fail(self.step, _NOT_FINITE)
             return None
+        self._forget_recorded()
         if self.watch is not None:
             self.watch.finish_task(self.task, self.step)
             self.record.neurons = self.watch.found
@@ -388,7 +402,6 @@ class _Run:
         point = self.record.timeline[-1]
         self.task, self.step = self.task + 1, 0
         self.count.zero_()
-        self._forget_recorded()
         if self.task < len(self.stream.tasks):
             self._grow()
             self.batches = self._batches()
@@ -548,6 +561,18 @@ def _numerics(plan: Plan) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@contextmanager
+def _many_graphs(plan: Plan) -> Iterator[None]:
+    """Let a process compile a function as often as the runs of a study differ; torch gives up after eight times."""
+    if not plan.compile:
+        yield
+        return
+    import torch._dynamo as dynamo
+
+    with dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=10000):
+        yield
 
 
 @contextmanager

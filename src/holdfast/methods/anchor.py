@@ -47,7 +47,7 @@ def pull_(
     >>> theta
     tensor([1.0000, 0.2500, 0.0000])
     """
-    share = torch._foreach_mul(list(importance), stiffness)  # the share s A / (1 + s A) of the way, also if s A is
+    share = list(torch._foreach_mul(list(importance), stiffness))  # s A / (1 + s A) of the way, also if s A is
     torch._foreach_reciprocal_(share)  # infinite: 1 / (1 + 1 / (s A))
     torch._foreach_add_(share, 1)
     torch._foreach_reciprocal_(share)

@@ -7,7 +7,7 @@ So a pass is the same on every device, it can be taken up again in its middle, a
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def crop(x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, size: int) -> T
     return x.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-@lru_cache(maxsize=64)
+@cache
 def _turn(angle: float, device: torch.device) -> Tensor:
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     return torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], device=device)
