@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from holdfast.errors import UserError, warn_in_one_line
+from holdfast.study import paper
 from holdfast.study.records import Entry, Run, Study, StudyError
 
 if TYPE_CHECKING:
@@ -158,6 +159,11 @@ Width = Annotated[
 ]
 Precision = Annotated[str | None, typer.Option("--precision", metavar="float32|tf32|bf16", help="Of the training.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Whether the model is compiled.")]
+Model = Annotated[str | None, typer.Option("--model", metavar="M", help="paper_cnn, small_cnn or mlp.")]
+Rate = Annotated[float | None, typer.Option("--lr", help="The learning rate of SGD.")]
+BatchSize = Annotated[int | None, typer.Option("--batch", help="Images in a batch.")]
+Validation = Annotated[bool, typer.Option("--validation", help="Judge on validation images.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method, such as strength=30; may be repeated."),
@@ -195,14 +201,14 @@ def run(
     tasks: Tasks = None,
     epochs: Epochs = None,
     epoch: Annotated[str | None, typer.Option(metavar="paper|task", help="What an epoch is: see the docs.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="M", help="paper_cnn, small_cnn or mlp.")] = None,
+    model: Model = None,
     width: Width = None,
-    lr: Annotated[float | None, typer.Option(help="The learning rate of SGD.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Images in a batch.")] = None,
+    lr: Rate = None,
+    batch: BatchSize = None,
     heads: Annotated[str | None, typer.Option(metavar="masked|growing", help="How outputs belong to tasks.")] = None,
     settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="How it is called in tables; only with one method.")] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Judge on validation images.")] = False,
+    validation: Validation = False,
     curve: Annotated[int | None, typer.Option(metavar="N", help="Points of the curves in each task.")] = None,
     neurons: Annotated[
         bool, typer.Option("--neurons", help="Record what the neurons do, for two more figures.")
@@ -272,7 +278,7 @@ def reproduce(
     stream: Annotated[str, typer.Argument(metavar="imnist|icifar100", help="Which of the paper's experiments.")],
     methods: Annotated[
         str, typer.Option(help="Which methods, separated by commas; `all` adds those that the paper does not have.")
-    ] = "npc,ewc,mas,si,ssl,cpc,finetune",
+    ] = ",".join(paper.METHODS),
     seeds: Seeds = 3,
     epochs: Epochs = None,
     tasks: Annotated[int, typer.Option(min=1, metavar="N", help="Only the first N tasks.")] = 5,
@@ -281,7 +287,7 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", metavar="METHOD.NAME=VALUE", help="Another setting than the paper's; may be repeated."),
     ] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Judge on validation images.")] = False,
+    validation: Validation = False,
     curve: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Points of the curves in each task; 10 on a GPU, 2 on a CPU.")
     ] = None,
@@ -298,7 +304,6 @@ def reproduce(
     The whole of it is for a GPU. For a laptop, make it smaller:
     `holdfast reproduce imnist --epochs 0.1 --width 0.25 --seeds 1 --methods npc,finetune`
     """
-    from holdfast.study import paper
     from holdfast.study.running import How, on_gpu
     from holdfast.training import Plan
 
@@ -323,7 +328,6 @@ def reproduce(
 
 def _names(text: str) -> list[str]:
     from holdfast.methods import METHODS
-    from holdfast.study import paper
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -335,7 +339,7 @@ def _names(text: str) -> list[str]:
 
 
 def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]]:
-    from holdfast.study import files, paper
+    from holdfast.study import files
     from holdfast.training import Plan
 
     found: dict[str, dict[str, Any]] = {}
@@ -348,10 +352,9 @@ def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]
         name, value = files.setting(rest)
         found.setdefault(method, {})[name] = value
     for method, settings in found.items():
-        actual = "npc" if method == paper.OFF else method
         own = {name: value for name, value in settings.items() if name != "lr"}
-        files.check_settings(actual, own)
-        Plan(actual, lr=settings.get("lr", 1.0))
+        files.check_settings(paper.actual(method), own)
+        Plan("finetune", lr=settings.get("lr", 1.0))
     return found
 
 
@@ -365,10 +368,10 @@ def sweep(
     seeds: Seeds = 1,
     tasks: Tasks = None,
     epochs: Epochs = None,
-    model: Annotated[str | None, typer.Option(metavar="M", help="paper_cnn, small_cnn or mlp.")] = None,
+    model: Model = None,
     width: Width = None,
-    lr: Annotated[float | None, typer.Option(help="The learning rate of SGD.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Images in a batch.")] = None,
+    lr: Rate = None,
+    batch: BatchSize = None,
     settings: Settings = None,
     precision: Precision = None,
     compiled: Compile = None,
@@ -430,20 +433,18 @@ def _number(text: str) -> float:
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]) -> None:
+def report(folder: Folder) -> None:
     """Make the page of a study, with its tables and figures, from the runs that are finished.
 
     Example: `holdfast report studies/demo`
     """
     from holdfast.study import page
 
-    if not (folder / "runs").is_dir():
-        raise StudyError(f"{folder} is no study: there is no folder {folder / 'runs'}")
-    typer.echo(f"The page is {page.write(Study(folder))}")
+    typer.echo(f"The page is {page.write(_existing(folder))}")
 
 
 @app.command("list")
-def list_runs(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]) -> None:
+def list_runs(folder: Folder) -> None:
     """List the runs of a study and how they stand.
 
     Example: `holdfast list studies/demo`
@@ -452,9 +453,7 @@ def list_runs(folder: Annotated[Path, typer.Argument(metavar="DIR", help="The fo
 
     from holdfast.study import show
 
-    if not (folder / "runs").is_dir():
-        raise StudyError(f"{folder} is no study: there is no folder {folder / 'runs'}")
-    entries = Study(folder).entries
+    entries = _existing(folder).entries
     Console().print(show.runs(entries))
     typer.echo(show.counts(entries))
 
@@ -463,6 +462,12 @@ def _study(out: Path | None, name: str) -> Study:
     folder = out if out is not None else Path("studies") / name.replace("/", "-").replace(":", "-")
     if folder.exists() and not folder.is_dir():
         raise StudyError(f"{folder} is a file, and a study is a folder: choose another with --out")
+    return Study(folder)
+
+
+def _existing(folder: Path) -> Study:
+    if not (folder / "runs").is_dir():
+        raise StudyError(f"{folder} is no study: there is no folder {folder / 'runs'}")
     return Study(folder)
 
 

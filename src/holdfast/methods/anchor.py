@@ -8,8 +8,7 @@ so two tensors per parameter, the importance A and the anchor M, hold all of it.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,11 +55,6 @@ def pull_(
     for value, moved in zip(values, exact, strict=True):
         if moved is not value:  # of lower precision than its anchor
             value.copy_(moved)
-
-
-@cache
-def _pull() -> Callable[..., None]:
-    return torch.compile(pull_)
 
 
 class Anchored(Method):
@@ -154,8 +148,7 @@ class Anchored(Method):
             if held:
                 values, importance, anchor = zip(*held, strict=True)
                 lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
-                fused = self.fuse and all(value.is_cuda for value in values)
-                (_pull() if fused else pull_)(values, importance, anchor, 2 * self.strength * lr)
+                self._fused(pull_, values)(values, importance, anchor, 2 * self.strength * lr)
 
     def _memory_of(self, parameter: nn.Parameter, name: str | None) -> tuple[Tensor, Tensor] | None:
         """The importance and the anchor of a parameter, on its device."""

@@ -1,7 +1,6 @@
 """Connection-level plasticity control: the rule of NPC on single connections, the paper's own control experiment."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +42,6 @@ def limit_all_(
     for i, (importance, tensor) in enumerate(zip(importances, changing, strict=True)):
         share = plasticity(importance, beta=beta, gain=gain).to(tensor.dtype)
         limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
-
-
-@cache
-def _measure() -> Callable[..., None]:
-    return torch.compile(measure_)
-
-
-@cache
-def _limit() -> Callable[..., None]:
-    return torch.compile(limit_all_)
 
 
 class CPC(Plastic):
@@ -108,14 +97,10 @@ class CPC(Plastic):
                 moving.append(p)
                 importances.append(self._importance[name])
                 slopes.append(p.grad)
-        fused = self.fuse and all(p.is_cuda for p in moving)
         values = [p.detach() for p in moving]
-        (_measure() if fused else measure_)(importances, values, slopes, self.rate)
-
-        def limit(changing: list[Tensor], before: list[Tensor] | None) -> None:
-            (_limit() if fused else limit_all_)(importances, changing, before, self.beta, self.gain)
-
-        self._limited_step(moving, limit)
+        self._fused(measure_, moving)(importances, values, slopes, self.rate)
+        limit = self._fused(limit_all_, moving)
+        self._limited_step(moving, lambda changing, before: limit(importances, changing, before, self.beta, self.gain))
 
     def _restore(self, importance: Mapping[str, Tensor]) -> None:
         self._importance = {name: importance[name].to(old, copy=True) for name, old in self._importance.items()}

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from numbers import Real
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -130,6 +131,10 @@ class Method(Optimizer):
     def _update(self) -> None:
         self.wrapped.step()
 
+    def _fused(self, function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+        """A part of the step, compiled if it is to be and the tensors that it works on are on a GPU."""
+        return compiled(function) if self.fuse and all(tensor.is_cuda for tensor in tensors) else function
+
     def penalty(self) -> Tensor:
         """The term to add to the loss; zero for methods that do not act through the loss."""
         self._penalty_taken = True
@@ -207,6 +212,12 @@ class Method(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wrapped!r})"
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors, compiled, once for all that use it."""
+    return torch.compile(function)
 
 
 def bare(model: nn.Module) -> nn.Module:

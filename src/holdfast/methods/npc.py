@@ -2,8 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.importance import moving_average
-from holdfast.methods.method import several_processes
+from holdfast.methods.method import compiled, several_processes
 from holdfast.methods.plastic import Plastic
 from holdfast.neurons import Layer, Spread, find_layers
 from holdfast.observation import Observation
@@ -140,7 +139,7 @@ class NPC(Plastic):
         self, row: Tensor, changing: list[Tensor], places: list[tuple[int, Spread]], before: list[Tensor] | None
     ) -> None:
         # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
-        control = _fused() if row.is_cuda and self._observation.compiled else control_
+        control = compiled(control_) if row.is_cuda and self._observation.compiled else control_
         knobs = self.rate, self.beta, self.gain
         self._importance.copy_(
             control(self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before)
@@ -227,11 +226,6 @@ def control_(
         share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
         limit_(tensor, None if before is None else before[i], share, plastic)
     return importance
-
-
-@cache
-def _fused() -> Callable[..., Tensor]:
-    return torch.compile(control_)
 
 
 def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | None) -> dict[Layer, nn.Module]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from holdfast.methods import METHODS
-from holdfast.study.paper import NOTHING_HELD_BACK, OFF
+from holdfast.study.paper import NOTHING_HELD_BACK, OFF, actual
 from holdfast.study.records import Run
 from holdfast.training import Plan
 
@@ -27,7 +27,7 @@ def runs(seeds: int, epochs: float) -> list[Run]:
 
 def _run(method: str, seed: int, epochs: float) -> Run:
     plan = Plan(
-        "npc" if method == OFF else method,
+        actual(method),
         settings=SETTINGS.get(method, {}),
         model="mlp",
         seed=seed,
@@ -36,6 +36,6 @@ def _run(method: str, seed: int, epochs: float) -> Run:
         epochs=epochs,
         epoch="task",
         curve=10,
-        neurons=method in ("npc", OFF),
+        neurons=actual(method) == "npc",
     )
     return Run.of("digits", plan, name=method)

@@ -24,6 +24,12 @@ METHODS = ("npc", "ewc", "mas", "si", "ssl", "cpc", "finetune")
 FURTHER = ("lwf", "joint", "separate")
 """Rows that the paper does not have."""
 
+
+def actual(name: str) -> str:
+    """The method behind the name of a row."""
+    return "npc" if name == OFF else name
+
+
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "imnist": {
         "npc": {"beta": 0.7, "rate": 1e-3},
@@ -143,9 +149,8 @@ def runs(
     chosen = []
     for seed in range(seeds):
         for method in methods:
-            actual = "npc" if method == OFF else method
-            lr = PLASTIC_LR if actual in ("npc", "cpc") else SGD_LR
+            lr = PLASTIC_LR if actual(method) in ("npc", "cpc") else SGD_LR
             own = SETTINGS[stream].get(method, {}) | dict((settings or {}).get(method, {}))
-            made = replace(plan, method=actual, settings=own, lr=own.pop("lr", lr), seed=seed)
+            made = replace(plan, method=actual(method), settings=own, lr=own.pop("lr", lr), seed=seed)
             chosen.append(Run.of(stream, made, tasks, method))
     return chosen

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from holdfast.study.files import check_settings
 from holdfast.study.records import Entry, Run, StudyError, read_json, write_json
 from holdfast.study.tables import Estimate, estimate
 from holdfast.training import Plan
@@ -136,8 +137,6 @@ def search(
 
 def acceptable(plan: Plan, over: str, value: float) -> bool:
     """Whether the method takes this value: a rate, for instance, is at most 1."""
-    from holdfast.study.files import check_settings
-
     try:
         made = _with(plan, over, value)
         check_settings(made.method, made.settings)
