@@ -271,6 +271,22 @@ def test_the_kernel_of_norm_relu_and_pooling(shape: tuple[int, ...], dtype: torc
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 128, 8, 8), (7, 5, 6, 4)])
+def test_the_kernel_shows_how_active_the_planes_are(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda")
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    module = NormReluPool(shape[1], shows=True)
+    out, activity = module(ours), module.take_activity()
+    active = nn.functional.instance_norm(theirs).relu()
+    exact = nn.functional.max_pool2d(active, 2), active.mean((2, 3))
+    torch.testing.assert_close(activity.double(), exact[1], rtol=1e-4, atol=1e-5)
+    slopes = torch.randn_like(exact[0]), shape[2] * torch.randn_like(exact[1])
+    torch.autograd.backward((out, activity), tuple(slope.float() for slope in slopes))
+    torch.autograd.backward(exact, slopes)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
     x = torch.randn(2, 4, 8, 8, device="cuda")
@@ -328,7 +344,7 @@ def pictures() -> Stream:
 
 
 def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:
-    """The parameters after two tasks of a run without dropout, which draws other numbers when it is recorded."""
+    """What two tasks leave behind, in a run without dropout, which draws other numbers when it is recorded."""
     plan = run_plan(name, model="paper_cnn", width=0.2, batch=16, epochs=4, compile=compiled, lr=0.02)
     run = _Run(pictures(), plan, torch.device("cuda"))
     run.model.dropout.p = 0.0
@@ -337,7 +353,7 @@ def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:
         for _ in run:
             pass
     assert run.record.failure is None
-    return parameters_of(run.model)
+    return parameters_of(run.model) | {f"memory {key}": value for key, value in memory_of(run.method).items()}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -32,8 +32,7 @@ def test_the_paper_s_network_is_quickened_where_it_can_be() -> None:
     assert type(quick.conv2) is nn.Conv2d
     assert [type(quick[number]) for number in (1, 2, 3)] == [NormReluPool, nn.Identity, nn.Identity]
     _, watched = both(activations=True)
-    assert type(watched.conv1) is FewChannels
-    assert [type(watched[number]) for number in (1, 2, 3)] == [nn.InstanceNorm2d, nn.ReLU, nn.MaxPool2d]
+    assert [module.shows for module in (quick.norm1, watched.norm1)] == [False, True]
 
 
 def test_it_computes_the_same() -> None:
@@ -63,6 +62,37 @@ def test_npc_finds_the_same_importance() -> None:
     assert list(ours) == ["conv1", "conv2", "conv3", "hidden"]
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, rtol=1e-3, atol=1e-4)
+
+
+def test_ssl_sees_the_same_activations_and_finds_the_same_importance() -> None:
+    """Behind the pooling the slopes of a channel have the sum that they have before it; the activity is told apart."""
+
+    def learn(model: nn.Sequential, batches: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
+        ssl = holdfast.SSL(model, torch.optim.SGD(model.parameters(), lr=0.05), sparsity=0.1)
+        penalties = []
+        for x in batches:
+            loss = model(x).square().sum(1).mean()
+            penalties.append(ssl.penalty())
+            ssl.zero_grad()
+            (loss + penalties[-1]).backward()
+            ssl.step()
+            ssl.consolidate([x])
+        return penalties, ssl.neurons, list(model.parameters())
+
+    batches = [torch.randn(6, 3, 32, 32) for _ in range(3)]
+    theirs, ours = (learn(model, batches) for model in both(activations=True))
+    assert list(ours[1]) == ["conv1", "conv2", "conv3", "hidden"]
+    assert all(penalty > 0 for penalty in ours[0])
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_activity_is_asked_for_and_taken_once() -> None:
+    x = torch.randn(2, 4, 6, 6)
+    silent, showing = NormReluPool(4), NormReluPool(4, shows=True)
+    assert torch.equal(silent(x), showing(x))
+    assert silent.activity is None
+    torch.testing.assert_close(showing.take_activity(), nn.functional.instance_norm(x).relu().mean((2, 3)))
+    assert showing.activity is None
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,35 @@ _MULTIPLE = 8  # of columns, that tensor cores want
 
 
 class NormReluPool(nn.InstanceNorm2d):
-    """Instance norm, ReLU and 2x2 max pooling, on a GPU in one kernel."""
+    """Instance norm, ReLU and 2x2 max pooling, on a GPU in one kernel.
+
+    Args:
+        features: how many channels there are.
+        shows: whether it is wanted how active they are between ReLU and pooling.
+    """
+
+    def __init__(self, features: int, *, shows: bool = False) -> None:
+        super().__init__(features)
+        self.shows = shows
+        self.activity: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not _quick(x) or x.shape[2] % 2 or x.shape[3] % 2:
-            return max_pool2d(relu(super().forward(x)), 2)
+            active = relu(super().forward(x))
+            self.activity = active.mean((2, 3)) if self.shows and not inside_transform() else None
+            return max_pool2d(active, 2)
         from holdfast.kernels import norm_relu_pool  # which needs Triton
 
-        pooled: Tensor = norm_relu_pool(x)[0]
+        pooled: Tensor
+        pooled, _, _, activity = norm_relu_pool(x, self.shows)
+        self.activity = activity if self.shows else None
         return pooled
+
+    def take_activity(self) -> Tensor:
+        """The mean over positions in the last forward, [sample, channel]; once, so that it is not kept for longer."""
+        activity, self.activity = self.activity, None
+        assert activity is not None
+        return activity
 
 
 class FewChannels(nn.Conv2d):
@@ -51,15 +71,15 @@ def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
 
     Args:
         model: a sequence of modules.
-        activations: whether the outputs of ReLU modules are looked at, so that they have to be there.
+        activations: whether it is looked at how active the neurons are.
     """
     names, modules = list(model._modules), list(model)
     for at, module in enumerate(modules):
         if type(module) is nn.Conv2d and _is_plain(module) and module.in_channels <= 4:
             module.__class__ = FewChannels
-        if not activations and find_spec("triton") is not None and _is_norm_relu_pool(modules[at : at + 3]):
+        if find_spec("triton") is not None and _is_norm_relu_pool(modules[at : at + 3]):
             assert isinstance(module, nn.InstanceNorm2d)
-            setattr(model, names[at], NormReluPool(module.num_features))
+            setattr(model, names[at], NormReluPool(module.num_features, shows=activations))
             setattr(model, names[at + 1], nn.Identity())
             setattr(model, names[at + 2], nn.Identity())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

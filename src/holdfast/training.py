@@ -25,7 +25,7 @@ import holdfast
 from holdfast import checkpoint
 from holdfast.fast import quicken
 from holdfast.methods import METHODS, Joint, Method, Separate
-from holdfast.methods.method import number
+from holdfast.methods.method import compiled, number
 from holdfast.methods.plastic import Plastic
 from holdfast.models import MODELS, GrowingHead, build_model
 from holdfast.record import Point, Record
@@ -220,6 +220,7 @@ class _Run:
         self.method = self._build_method()
         self.method.fuse = plan.compile
         self.loss_of = torch.compile(MethodType(_loss_with(plan.method), self)) if plan.compile else self._loss
+        self.note = compiled(note_) if plan.compile and device.type == "cuda" else note_
         self.generator = torch.Generator().manual_seed(plan.seed)
         self.nodes = self._nodes()
         self.active = [torch.tensor(nodes, device=device) for nodes in self.nodes]
@@ -334,9 +335,7 @@ class _Run:
         self.method.zero_grad()
         loss.backward()
         self.method.step()
-        bad = (self.not_finite < 0) & ~loss.detach().isfinite()
-        self.not_finite.copy_(torch.where(bad, self.count, self.not_finite))
-        self.count += 1
+        self.note(loss.detach(), self.count, self.not_finite)
 
     @property
     def _recordable(self) -> bool:
@@ -499,6 +498,12 @@ class _Run:
             self.watch.load_state_dict(state["watch"])
         if (here := _name_of(self.device)) not in self.record.device:
             self.record.device += f", then {here}"
+
+
+def note_(loss: Tensor, count: Tensor, not_finite: Tensor) -> None:
+    """Count a step, and keep in `not_finite` which was the first whose loss was not."""
+    not_finite.copy_(torch.where((not_finite < 0) & ~loss.isfinite(), count, not_finite))
+    count += 1
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.fast import NormReluPool
 from holdfast.hooks import Hook, inside_transform, needs_grad
 from holdfast.importance import precise
 from holdfast.methods.anchor import Form, check_finite
@@ -21,6 +22,7 @@ from holdfast.persample import Batch, device_of, select, sum_over_samples
 _ACTIVATIONS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh),
+    NormReluPool,  # at whose output the slopes of a channel have the same sum as before its pooling
 )
 
 
@@ -91,7 +93,12 @@ class _Keep(Hook):
         if name is None or not (torch.is_grad_enabled() and needs_grad(output)) or inside_transform():
             return
         axis = neuron_axis(self.record.layers[name], output)
-        neurons = output if self.record.whole else over_positions(output, axis)
+        if self.record.whole:
+            neurons = output
+        elif isinstance(module, NormReluPool):
+            neurons = module.take_activity()
+        else:
+            neurons = over_positions(output, axis)
         self.record.kept.append((name, axis, neurons))
 
 
