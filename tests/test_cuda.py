@@ -361,7 +361,8 @@ def test_a_recorded_run_learns_what_a_plain_one_does(name: str) -> None:
     plain, quick = (learnt(name, compiled=compiled) for compiled in (False, True))
     for parameter, value in plain.items():
         if "conv" not in parameter or "bias" not in parameter:  # which the norm makes noise
-            torch.testing.assert_close(quick[parameter], value, rtol=0.02, atol=2e-3)
+            near = 0.03 * float(value.abs().max()) if "memory" in parameter else 2e-3
+            torch.testing.assert_close(quick[parameter], value, rtol=0.02, atol=near, msg=lambda m, p=parameter: p + m)
 
 
 @pytest.mark.parametrize("name", METHODS)

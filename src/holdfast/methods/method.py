@@ -216,8 +216,8 @@ class Method(Optimizer):
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors, compiled, once for all that use it."""
-    return torch.compile(function)
+    """A function of tensors, compiled, once for all that use it; what it does to each tensor goes into few kernels."""
+    return torch.compile(function, options={"combo_kernels": True})
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -141,9 +141,7 @@ class NPC(Plastic):
         # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
         control = compiled(control_) if row.is_cuda and self._observation.compiled else control_
         knobs = self.rate, self.beta, self.gain
-        self._importance.copy_(
-            control(self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before)
-        )
+        control(self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before)
 
     # ---- the first step says what a user should know ----
 
@@ -208,14 +206,14 @@ def control_(
     changing: Sequence[Tensor],
     places: Sequence[tuple[int, Spread]],
     before: Sequence[Tensor] | None,
-) -> Tensor:
-    """The new importance; and, in place, only so much of every change as it allows.
+) -> None:
+    """In place: the new importance, and only so much of every change as it allows.
 
     `changing` are gradients, or parameters after their step if `before` says what they were; `places` says of each
     which layer's neurons lie in it, and how.
     """
     rate, beta, gain = knobs
-    importance = moving_average(importance, row, layer, sizes, rate)
+    importance.copy_(moving_average(importance, row, layer, sizes, rate))
     shares = plasticity(importance, beta=beta, gain=gain)
     split = {
         kind: list(zip(torch.split(share, widths), torch.split(plastic_bits(share, share.dtype), widths), strict=True))
@@ -225,7 +223,6 @@ def control_(
     for i, (tensor, (number, spread)) in enumerate(zip(changing, places, strict=True)):
         share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
         limit_(tensor, None if before is None else before[i], share, plastic)
-    return importance
 
 
 def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | None) -> dict[Layer, nn.Module]:

@@ -1,7 +1,8 @@
 """Selfless sequential learning (Aljundi et al., 2019)."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -34,15 +35,25 @@ def neighbourhood(width: int, device: torch.device) -> Tensor:
     return torch.exp(-distance.square() / 2).fill_diagonal_(0)
 
 
-def crowding(neurons: Tensor, importance: Tensor) -> Tensor:
-    """The mean over samples of the sum over i != j of nearness(i, j) e^-(a_i + a_j) n_i n_j, neurons [sample, i].
+def crowding(neurons: Tensor, importance: Tensor, near: Tensor) -> Tensor:
+    """The mean over samples of the sum over i != j of near(i, j) e^-(a_i + a_j) n_i n_j, neurons [sample, i].
 
-    >>> crowding(torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.zeros(2))  # 2 * 1 * 2 * exp(-9 / 2), and 0
+    >>> near = neighbourhood(2, torch.device("cpu"))
+    >>> crowding(torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.zeros(2), near)  # 2 * 1 * 2 * exp(-9 / 2), and 0
     tensor(0.0222)
     """
     weighted = neurons.to(importance.dtype) * torch.exp(-importance)
-    near = neighbourhood(neurons.shape[1], neurons.device).to(importance.dtype)
-    return ((weighted @ near) * weighted).sum(1).mean()
+    return ((weighted @ near.to(importance.dtype)) * weighted).sum(1).mean()
+
+
+def crowding_of_all(layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    return torch.stack([crowding(*layer) for layer in layers]).sum()
+
+
+def _wide_range(device: str) -> AbstractContextManager[None]:
+    """No autocast to a type in which sums over neurons may overflow."""
+    narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+    return torch.autocast(device, enabled=False) if narrow else nullcontext()
 
 
 class _Record:
@@ -172,13 +183,18 @@ class SSL(MAS):
                 "SSL saw no hidden activations: penalty() needs a forward before it, of a model with activation "
                 "modules such as nn.ReLU behind its layers; name others with observe=[model.block, ...]"
             )
-        with torch.autocast(total.device.type, enabled=False):
-            for name, _, neurons in kept:
-                self._check_width(name, neurons)
-                nothing = torch.zeros(neurons.shape[1], dtype=precise(neurons.dtype), device=neurons.device)
-                importance = self._neurons.get(name, nothing).to(nothing)
-                total = total + self.sparsity * crowding(neurons, importance)
-        return total
+        if not kept:
+            return total
+        layers = []
+        for name, _, neurons in kept:
+            self._check_width(name, neurons)
+            nothing = torch.zeros(neurons.shape[1], dtype=precise(neurons.dtype), device=neurons.device)
+            near = neighbourhood(neurons.shape[1], neurons.device)
+            layers.append((neurons, self._neurons.get(name, nothing).to(nothing), near))
+        crowded = self._fused(crowding_of_all, [neurons for neurons, _, _ in layers])
+        with _wide_range(total.device.type):
+            term: Tensor = self.sparsity * crowded(layers)
+        return total + term
 
     def _check_width(self, name: str, neurons: Tensor) -> None:
         width = width_of(self._record.layers[name])
