@@ -115,7 +115,7 @@ def search(
 
     Args:
         stream: to learn.
-        plan: how, but for the setting; always judged on validation images.
+        plan: how, but for the setting; always judged on validation images, and only at the ends of tasks.
         over: a setting of the method, or "lr".
         seeds: runs of each value.
         execute: does runs and returns what came out, as `holdfast.study.running.run_all` does.
@@ -132,7 +132,7 @@ def search(
     coarse = attempt(values)
     around = sorted({float(f"{best(coarse) * factor:.3g}") for factor in finer} - set(values))
     curve = sorted(coarse + attempt(value for value in around if acceptable(plan, over, value)), key=lambda t: t.value)
-    return Sweep(Run.of(stream, replace(plan, judged_on="validation"), tasks), over, seeds, curve)
+    return Sweep(Run.of(stream, replace(plan, judged_on="validation", curve=1), tasks), over, seeds, curve)
 
 
 def acceptable(plan: Plan, over: str, value: float) -> bool:
@@ -152,7 +152,7 @@ def _with(plan: Plan, over: str, value: float) -> Plan:
 
 
 def _run(stream: str, plan: Plan, over: str, value: float, seed: int, tasks: int | None) -> Run:
-    made = replace(_with(plan, over, value), seed=seed, judged_on="validation")
+    made = replace(_with(plan, over, value), seed=seed, judged_on="validation", curve=1)
     return Run.of(stream, made, tasks, f"{plan.method} {over}={value:g}")
 
 
