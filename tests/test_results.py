@@ -1,0 +1,151 @@
+"""The results that are kept here: whole, small, and what the documentation says they are."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.study import paper
+from holdfast.study.records import Entry, Study, read_json
+from holdfast.study.tables import Row, compare
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+DOCUMENT = ROOT / "docs" / "reproduction.md"
+STUDIES = sorted(path.parent for path in RESULTS.glob("*/runs"))
+SEARCHES = sorted(path.parent for path in RESULTS.glob("*/sweeps"))
+NAMES = {"fine-tuning": "finetune"}
+
+pytestmark = pytest.mark.skipif(not STUDIES, reason="the results are not part of what is here")
+
+
+def rows(study: str) -> dict[str, Row]:
+    (comparison,) = compare(Study(RESULTS / study).entries)
+    return {row.name: row for row in comparison.rows}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading of the document, but for its head."""
+    text = DOCUMENT.read_text().split(f"## {heading}")[1].split("\n## ")[0]
+    lines = [line.strip("| ") for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_every_run_is_whole(folder: Path) -> None:
+    entries = Study(folder).entries
+    assert entries
+    for entry in entries:
+        assert entry.state == "finished"
+        assert entry.record is not None
+        assert len(entry.record.matrix) == entry.run.tasks
+        assert set(entry.record.versions) == {"holdfast", "torch", "python"}
+        assert entry.record.device
+        assert sum(entry.record.seconds.values()) > 0
+        assert {"final", "learnt", "forgetting"} <= set(entry.record.summary or {})
+
+
+def test_there_are_neither_weights_nor_data() -> None:
+    kinds = {".json", ".jsonl", ".csv", ".html", ".md", ".png", ".pdf"}
+    for path in RESULTS.rglob("*"):
+        assert path.is_dir() or path.suffix in kinds, path
+        assert path.stat().st_size < 2**20, path
+
+
+def test_settings_were_not_chosen_on_test_images() -> None:
+    searches = [read_json(path) for folder in SEARCHES for path in (folder / "sweeps").glob("*.json")]
+    assert searches
+    assert {search["plan"]["judged_on"] for search in searches} == {"validation"}
+
+
+def test_the_chosen_settings_are_those_that_the_search_found() -> None:
+    chosen = rows("icifar100")
+    for path in (RESULTS / "icifar100-search" / "sweeps").glob("*.json"):
+        found = read_json(path)
+        best = max(found["curve"], key=lambda tried: tried["final"]["mean"])["value"]
+        assert chosen[found["plan"]["method"]].entries[0].run.plan["settings"][found["over"]] == best
+
+
+def test_the_table_beside_the_paper_s() -> None:
+    found, lines = rows("icifar100"), iter(table("Table 1: iCIFAR100"))
+    for name, *cells in lines:
+        row = found[NAMES.get(name, name.lower())]
+        final = row.metric("final")
+        assert final is not None
+        ours = [each.percent() for each in (*row.tasks, final)]
+        pairs = paper.beside("icifar100", row)
+        if not pairs:
+            assert cells == ours
+            continue
+        assert cells == [("*" if pair.differ else "") + here for pair, here in zip(pairs, ours, strict=True)]
+        assert next(lines) == ["paper", *(pair.theirs.percent() for pair in pairs)]
+
+
+def test_the_table_of_the_readme() -> None:
+    lines = (ROOT / "README.md").read_text().split("## The paper, done again")[1].splitlines()
+    head, _, here, there, *_ = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line)
+    found = rows("icifar100")
+    for name, ours, theirs in zip(head[1:], here[1:], there[1:], strict=True):
+        final = found[NAMES.get(name, name.lower())].metric("final")
+        printed = paper.table1("icifar100", name.lower())
+        assert final is not None
+        assert ours == final.percent()
+        assert theirs == (printed.average.percent() if printed else "")
+
+
+def test_cpc_at_the_paper_s_threshold() -> None:
+    (row,) = rows("icifar100-paper").values()
+    assert row.entries[0].run.plan["settings"]["beta"] == 0.7
+    final = row.metric("final")
+    assert final is not None
+    assert f"CPC reaches *{final.percent()}" in DOCUMENT.read_text()
+
+
+def test_the_searches_at_full_length() -> None:
+    found = {}
+    for path in (RESULTS / "icifar100-search" / "sweeps").glob("*.json"):
+        search = read_json(path)
+        curve = ", ".join(f"{tried['value']:g}: {100 * tried['final']['mean']:.1f}" for tried in search["curve"])
+        found[search["plan"]["method"]] = curve
+    cells = {re.split(",", name)[0].lower(): curve for name, curve, *_ in table("Where the settings come from")}
+    assert cells == found
+
+
+def neurons_of(name: str) -> Iterator[dict[str, Any]]:
+    for entry in rows("icifar100")[name].entries:
+        yield _neurons(entry)
+
+
+def _neurons(entry: Entry) -> dict[str, Any]:
+    return read_json(entry.folder / "neurons.json")
+
+
+def test_how_many_neurons_were_frozen() -> None:
+    for layer, *cells in table("What NPC does there"):
+        for task, cell in enumerate(cells):
+            shares = []
+            for found in neurons_of("npc"):
+                last = max((point for point in found["importance"] if point["task"] == task), key=lambda p: p["step"])
+                shares.append(np.mean(np.array(last["layers"][layer]) >= 0.7))
+            assert cell == f"{100 * fmean(shares):.0f}%"
+
+
+def test_figure_3() -> None:
+    found = {}
+    for name in ("npc", "npc off"):
+        changes = [neurons["change"] for neurons in neurons_of(name)]
+        for measure, digits in (("absolute", ".3f"), ("relative", ".2f")):
+            groups = [
+                fmean(change[measure]["means"][group] for change in changes) for group in ("all", "most", "least")
+            ]
+            found[name, measure] = [f"{value:{digits}}" if value < 1 else f"{value:.3g}" for value in groups]
+    printed, *lines = (cells for _, *cells in table("Figure 3"))
+    assert printed == ["0.383", "0.094", "0.667"]
+    order = [("npc", "absolute"), ("npc off", "absolute"), ("npc", "relative"), ("npc off", "relative")]
+    assert [[float(cell) for cell in cells] for cells in lines] == pytest.approx(
+        np.array([[float(value) for value in found[key]] for key in order]), rel=0.02
+    )
