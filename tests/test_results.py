@@ -1,6 +1,7 @@
 """The results that are kept here: whole, small, and what the documentation says they are."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -8,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from holdfast.cli import app
 from holdfast.study import paper
 from holdfast.study.records import Entry, Study, read_json
 from holdfast.study.tables import Row, compare
+from test_sources import records
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -50,7 +54,7 @@ def test_every_run_is_whole(folder: Path) -> None:
 
 
 def test_there_are_neither_weights_nor_data() -> None:
-    kinds = {".json", ".jsonl", ".csv", ".html", ".md", ".png", ".pdf"}
+    kinds = {".json", ".jsonl", ".csv", ".html", ".md", ".png", ".pdf", ".py", ".pyc"}
     for path in RESULTS.rglob("*"):
         assert path.is_dir() or path.suffix in kinds, path
         assert path.stat().st_size < 2**20, path
@@ -149,3 +153,44 @@ def test_figure_3() -> None:
     assert [[float(cell) for cell in cells] for cells in lines] == pytest.approx(
         np.array([[float(value) for value in found[key]] for key in order]), rel=0.02
     )
+
+
+# ---- what made them, scaled down ----
+
+
+def small_cifar(folder: Path) -> None:
+    """Fifty classes of five images for training and one for the test."""
+    rng = np.random.default_rng(0)
+    (folder / "cifar-100-binary").mkdir(parents=True)
+    for part, each in (("train", 5), ("test", 1)):
+        labels = np.repeat(np.arange(50), each)
+        pixels = rng.integers(0, 256, (len(labels), 3, 32, 32), dtype=np.uint8)
+        (folder / "cifar-100-binary" / f"{part}.bin").write_bytes(records(pixels, labels))
+    names = "\n".join(f"class {number}" for number in range(50))
+    (folder / "cifar-100-binary" / "fine_label_names.txt").write_text(names)
+
+
+def test_the_paper_s_experiment_runs_scaled_down(tmp_path: Path) -> None:
+    small_cifar(tmp_path)
+    options = ["--epochs", "0.5", "--width", "0.05", "--seeds", "2", "--curve", "1", "--jobs", "1", "--device", "cpu"]
+    where = ["--data", str(tmp_path), "--out", str(tmp_path / "study")]
+    done = CliRunner().invoke(app, ["reproduce", "icifar100", "--set", "si.strength=0.2", *options, *where])
+    assert done.exit_code == 0, done.output
+    (comparison,) = compare(Study(tmp_path / "study").entries)
+    assert sorted(row.name for row in comparison.rows) == sorted(paper.METHODS)
+    assert all(len(row.entries) == 2 for row in comparison.rows)
+    assert {row.name for row in comparison.rows if paper.beside("icifar100", row)} == {*paper.METHODS} - {"finetune"}
+
+
+def test_the_variations_run_scaled_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_cifar(tmp_path)
+    script = runpy.run_path(str(RESULTS / "variations.py"))
+    names = ["npc, black border", "npc, seen before the norm", "npc, dropout before the hidden layer"]
+    options = ["--seeds", "1", "--epochs", "0.5", "--width", "0.05", "--data", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["variations.py", *names, *options])
+    script["main"]()
+    made = [read_json(path) for path in tmp_path.glob("*.json")]
+    assert sorted(record["name"] for record in made) == sorted(names)
+    assert all(len(record["matrix"]) == 5 for record in made)
+    early = script["MODELS"]["early_dropout"]((3, 32, 32), 10, 0.05)
+    assert list(early._modules)[-4:] == ["dropout", "hidden", "relu", "head"]

@@ -1,0 +1,115 @@
+"""Why what comes out here is not what the paper printed: iCIFAR100 with one thing changed at a time.
+
+    python results/variations.py --data ~/datasets            # all of them, or
+    python results/variations.py "npc, black border" --seeds 1
+
+Each run is a file in results/variations/: its record as JSON, as of any run. What is there already is not run again.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.models import MODELS, Shape, build_model
+from holdfast.streams.sources import load
+from holdfast.streams.tasks import Frame, Stream, split
+from holdfast.study.paper import PLASTIC_LR, SETTINGS, SGD_LR, TASKS
+from holdfast.training import Plan, train
+
+FRAME = Frame(32, padding=4, mirror=True, fill="mean")
+
+
+@dataclass(frozen=True)
+class Variation:
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Other than the paper's."""
+    lr: float | None = None
+    frame: Frame = FRAME
+    model: str = "paper_cnn"
+
+    def plan(self, seed: int, epochs: float, **others: Any) -> Plan:
+        lr = PLASTIC_LR if self.method in ("npc", "cpc") else SGD_LR
+        settings = SETTINGS["icifar100"].get(self.method, {}) | self.settings
+        return Plan(self.method, settings, self.model, seed=seed, lr=self.lr or lr, epochs=epochs, curve=10, **others)
+
+
+VARIATIONS = {
+    "npc, black border": Variation("npc", frame=dataclasses.replace(FRAME, fill="black")),
+    "finetune, black border": Variation("finetune", frame=dataclasses.replace(FRAME, fill="black")),
+    "npc, no crop": Variation("npc", frame=dataclasses.replace(FRAME, padding=0)),
+    "npc, seen before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
+    "npc, no dropout": Variation("npc", model="no_dropout"),
+    "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
+    "npc, learning rate 0.05": Variation("npc", lr=0.05),
+    "ewc, in the loss, 300": Variation("ewc", {"penalty": "loss", "strength": 300.0}),
+    "mas, in the loss, 1": Variation("mas", {"penalty": "loss", "strength": 1.0}),
+    "si, in the loss, 0.1": Variation("si", {"penalty": "loss", "strength": 0.1}),
+    "si, in the loss, 0.001": Variation("si", {"penalty": "loss", "strength": 0.001}),
+    "ewc, 300": Variation("ewc", {"strength": 300.0}),
+}
+
+
+def varied(change: Callable[[OrderedDict[str, nn.Module]], None]) -> Callable[[Shape, int, float], nn.Sequential]:
+    """The paper's network with its modules changed."""
+
+    def build(shape: Shape, outputs: int, width: float) -> nn.Sequential:
+        modules = OrderedDict(build_model("paper_cnn", shape, outputs, width).named_children())
+        change(modules)
+        return nn.Sequential(modules)
+
+    return build
+
+
+def without_dropout(modules: OrderedDict[str, nn.Module]) -> None:
+    del modules["dropout"]
+
+
+def with_early_dropout(modules: OrderedDict[str, nn.Module]) -> None:
+    for name in ("hidden", "relu", "head"):  # all behind it but itself
+        modules.move_to_end(name)
+
+
+MODELS |= {"no_dropout": varied(without_dropout), "early_dropout": varied(with_early_dropout)}
+
+
+def stream(frame: Frame, data: Path | None) -> Stream:
+    return split(load("cifar100", data), frame, per_task=10, tasks=TASKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="which; all if none is given", metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=float, default=30)
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "variations")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(VARIATIONS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {'; '.join(VARIATIONS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.is_available()
+    how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}
+    for name in options.names or VARIATIONS:
+        for seed in range(options.seeds):
+            path = options.out / f"{name.replace(',', '').replace(' ', '-')}-{seed}.json"
+            if path.exists():
+                continue
+            variation = VARIATIONS[name]
+            record = train(stream(variation.frame, options.data), variation.plan(seed, options.epochs, **how))
+            path.write_text(json.dumps({"name": name, **dataclasses.asdict(record)}))
+            final = record.failure["why"] if record.failure else f"{100 * record.summary['final']:.2f}%"
+            print(f"{name}, seed {seed}: {final}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
