@@ -199,6 +199,9 @@ def test_sweep(run: Run, folder: Path) -> None:
     (kept,) = (folder / "here" / "sweeps").iterdir()
     assert json.loads(kept.read_text())["best"] == 1e6
     assert {entry.run.plan["judged_on"] for entry in Study(folder / "here").entries} == {"validation"}
+    assert run("report", "here")[0] == 0
+    assert "Searches for settings" in (folder / "here" / "index.html").read_text()
+    assert (folder / "here" / "figures" / "search-digits-1-validation.png").exists()
 
 
 def test_the_demo(run: Run, folder: Path) -> None:

@@ -21,7 +21,8 @@ from holdfast.record import Record
 from holdfast.study import figures
 from holdfast.study.figures import Drawing, draw, save, svg
 from holdfast.study.records import Entry, Run
-from holdfast.study.tables import Comparison, Row
+from holdfast.study.sweep import Sweep, Tried
+from holdfast.study.tables import Comparison, Estimate, Row
 
 NASTY = ["<script>alert('x')</script>", "_hidden & co", "$x_1$ 100%", "\\frac ünïcödé 방법", 'id="text_1" #17191d']
 TASKS = ("cats", "dogs")
@@ -469,3 +470,43 @@ def test_settings_of_the_user_neither_matter_nor_change(tmp_path: Path) -> None:
 def test_torch_is_not_needed() -> None:
     code = "import sys, holdfast.study.figures; sys.exit('torch' in sys.modules or 'matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- searches ----
+
+
+def sweep_of(name: str, curve: Mapping[float, float | None], *, epochs: float = 3, seeds: int = 1) -> Sweep:
+    error = 0.01 if seeds > 1 else None
+    tried = [Tried(value, None if mean is None else Estimate(mean, error, seeds)) for value, mean in curve.items()]
+    plan = {"method": name, "settings": {}, "epochs": epochs, "width": 1.0}
+    return Sweep(Run("pets", plan, 2, name, ""), "strength", seeds, tried)
+
+
+def test_a_search_is_drawn_as_it_was_found() -> None:
+    curve = {0.01: 0.2, 0.1: 0.6, 1.0: 0.8, 10.0: None}
+    (drawing,) = figures.draw_searches([sweep_of("ewc", curve), sweep_of("mas", {1.0: 0.7, 2.0: 0.75}, seeds=3)])
+    first, second = drawing.figure.axes
+    assert [axes.get_title("left") for axes in (first, second)] == ["ewc: strength", "mas: strength"]
+    line, below, failed, best = first.lines
+    assert np.allclose(line.get_xydata(), [(0.01, 0.2), (0.1, 0.6), (1.0, 0.8)])
+    assert list(below.get_xdata()) == [0.01]  # far below the best, which the panel does not show
+    assert first.get_ylim()[0] > 0.5
+    assert (list(failed.get_xdata()), failed.get_marker()) == ([10.0], "x")
+    assert best.get_xydata().tolist() == [[1.0, 0.8]]
+    assert first.get_xscale() == "log"
+    assert second.get_xscale() == "linear"
+    assert "1 to 3 seeds" in drawing.caption
+
+
+def test_searches_of_other_lengths_are_other_figures(tmp_path: Path) -> None:
+    drawings = figures.draw_searches([sweep_of("ewc", {1.0: 0.5}), sweep_of("ewc", {1.0: 0.5}, epochs=30)])
+    assert len({drawing.key for drawing in drawings}) == 2
+    paths = save(drawings, tmp_path)
+    assert all(figures.OURS.fullmatch(path.name) for path in paths)
+    save([], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_search_in_which_all_failed() -> None:
+    (drawing,) = figures.draw_searches([sweep_of("ewc", {1.0: None, 10.0: None})])
+    assert svg(drawing)

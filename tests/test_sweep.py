@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.study.records import Entry, Run, Study, StudyError
 from holdfast.study.running import How, perform
-from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, search
+from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, read, search
 from holdfast.training import Plan
 from test_exports import entry
 
@@ -78,6 +78,17 @@ def test_a_second_search_adds_to_the_first(tmp_path: Path) -> None:
     more.path(tmp_path).write_text("{}")
     with pytest.warns(UserWarning, match="is no search"):
         assert more.with_those_before(tmp_path) == more
+
+
+def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
+    found = search("digits", Plan("ewc", lr=0.2), "strength", 2, outcomes(4, []), tasks=3)
+    found.save(tmp_path)
+    (tmp_path / "sweeps" / "zzz.json").write_text('{"curve": 3}')
+    with pytest.warns(UserWarning, match=r"zzz\.json is no search"):
+        (again,) = read(tmp_path)
+    assert again.as_dict() == found.as_dict()
+    assert again.best == found.best
+    assert read(tmp_path / "elsewhere") == []
 
 
 def test_if_every_run_fails_that_is_an_error() -> None:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from holdfast import atomic
 from holdfast.record import Record
 from holdfast.study.records import Entry, StudyError
+from holdfast.study.sweep import Sweep
 from holdfast.study.tables import Comparison, Row
 
 Array = NDArray[np.float64]
@@ -50,10 +51,15 @@ MARKERS = "os^DvPX*<>ph"
 """Their number and those of `PALETTE` and `DASHES` let no look come twice among the first 132."""
 GROUPS = {"all": "all neurons", "most": "the most important tenth", "least": "the least important tenth"}
 MEASURES = {"absolute": "change of activation", "relative": "change / the neuron's own spread"}
-OURS = re.compile(r"(average|tasks|balance|activations|importance)-.*\d-(test|validation)(-[0-9a-f]{8})?\.(pdf|png)")
+OURS = re.compile(
+    r"(average|tasks|balance|activations|importance|search)-.*\d-(test|validation)(-[0-9a-f]{8})?\.(pdf|png)"
+)
 """The names of the files that are written here."""
 UNCONTROLLED = 1e6
 """The threshold from which NPC holds nothing back: importance, which has a mean of 1, does not come near it."""
+
+SHOWN_BELOW_THE_BEST = 0.25
+"""Of the accuracies in a search; what is lower still does not matter, and would make the rest flat."""
 
 STYLE: dict[str, Any] = {
     "figure.dpi": 72,  # a pixel is a point while figures are made
@@ -120,6 +126,19 @@ def draw(comparison: Comparison) -> list[Drawing]:
         found = [part(comparison, looks) for part in (_averages, _tasks, _balance)]
         found += [part(comparison, looks, watched) for part in (_changes, _importance)]
         drawings = [drawing for drawing in found if drawing is not None]
+        for drawing in drawings:
+            _settle(drawing.figure)
+    return drawings
+
+
+def draw_searches(sweeps: Sequence[Sweep]) -> list[Drawing]:
+    """What every value gave in searches for settings: a figure for all those on one stream and of one length."""
+    alike: dict[tuple[Any, ...], list[Sweep]] = {}
+    for sweep in sweeps:
+        common = sweep.common
+        alike.setdefault((common.stream, common.tasks, common.plan["epochs"], common.plan["width"]), []).append(sweep)
+    with _styled():
+        drawings = [_searches(number, group) for number, group in enumerate(alike.values(), start=1)]
         for drawing in drawings:
             _settle(drawing.figure)
     return drawings
@@ -560,6 +579,64 @@ def _name_corner(axes: Axes, points: Array) -> Array:
     axes.text(x + 0.02, y + 0.02, "better", transform=axes.transAxes, style="italic")
     room: Array = axes.transAxes.transform([(x - 0.05, y - 0.09), (x + 0.13, y + 0.09)]).flatten()
     return room
+
+
+# ---- searches for settings ----
+
+
+def _searches(number: int, sweeps: Sequence[Sweep]) -> Drawing:
+    common = sweeps[0].common
+    columns = min(3, len(sweeps))
+    height = math.ceil(len(sweeps) / columns)
+    figure = Figure((WIDTH, 1.5 * height + 0.3))
+    grid: list[Axes] = figure.subplots(height, columns, sharey=True, squeeze=False).flatten().tolist()
+    means = [tried.final.mean for sweep in sweeps for tried in sweep.curve if tried.final is not None]
+    low = max(min(means), max(means) - SHOWN_BELOW_THE_BEST) - 0.02 if means else 0.0
+    for axes, sweep in zip(grid, sweeps, strict=False):
+        _curve(axes, sweep, low)
+    grid[0].margins(y=0.08)
+    grid[0].set_ylim(bottom=low)
+    for axes in grid[: len(sweeps)]:
+        _accuracy_axis(axes)
+    for axes in grid[len(sweeps) :]:
+        axes.remove()
+    figure.supylabel("average accuracy", fontsize=9)
+    stream = re.sub(r"[^a-z0-9]+", "-", common.stream.lower()).strip("-")[-40:]
+    return Drawing(
+        f"search-{stream}-{number}-validation",
+        f"Searches on {shortened(common.stream)}",
+        "The average accuracy at the end, on validation images, for each value of a setting. The best is filled; a "
+        "triangle lies below the panel; a cross is a value whose run failed. Each task was learnt for "
+        f"{common.plan['epochs']:g} epochs. Dots are {_means([sweep.seeds for sweep in sweeps])}.",
+        figure,
+    )
+
+
+def _curve(axes: Axes, sweep: Sweep, low: float) -> None:
+    ended = [(tried.value, tried.final) for tried in sweep.curve if tried.final is not None]
+    values, means = [value for value, _ in ended], [final.mean for _, final in ended]
+    errors = [final.error or 0.0 for _, final in ended]
+    axes.errorbar(values, means, errors, color=PALETTE[0], linewidth=1, marker="o", markerfacecolor="white")
+    below = [value for value, mean in zip(values, means, strict=True) if mean < low]
+    failed = [tried.value for tried in sweep.curve if tried.final is None]
+    for places, marker, colour in ((below, "v", PALETTE[0]), (failed, "x", PALETTE[5])):
+        height = [0.04] * len(places)
+        axes.plot(places, height, marker, color=colour, transform=axes.get_xaxis_transform())
+    if ended:
+        axes.plot(sweep.best, max(means), color=PALETTE[0], marker="o", zorder=3)
+    _value_axis(axes, [tried.value for tried in sweep.curve])
+    axes.set_title(shortened(f"{sweep.common.name}: {sweep.over}", 28))
+
+
+def _value_axis(axes: Axes, values: Sequence[float]) -> None:
+    """Over decades where values span some, and otherwise as they are."""
+    if values[0] > 0 and values[-1] >= 10 * values[0]:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=5))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 # ---- neurons ----

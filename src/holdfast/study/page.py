@@ -19,7 +19,7 @@ from markupsafe import Markup
 import holdfast
 from holdfast import atomic
 from holdfast.record import Record
-from holdfast.study import exports, figures, files, paper
+from holdfast.study import exports, figures, files, paper, sweep
 from holdfast.study.figures import Drawing
 from holdfast.study.records import Entry, Run, State, Study, default_name
 from holdfast.study.tables import Comparison, Row, compare
@@ -58,24 +58,30 @@ def write(study: Study) -> Path:
         The path of the page, `index.html`.
     """
     entries = study.entries
-    comparisons = _drawn(entries)
-    figures.save([drawing for _, drawings in comparisons for drawing in drawings], study.folder / "figures")
+    comparisons, searches = _drawn(entries), figures.draw_searches(sweep.read(study.folder))
+    drawn = [drawing for _, drawings in comparisons for drawing in drawings]
+    figures.save([*drawn, *searches], study.folder / "figures")
     exports.write(study.folder, entries)
     path = study.folder / "index.html"
-    atomic.write(path, _page(study.folder.resolve().name, entries, comparisons).encode(errors="replace"))
+    atomic.write(path, _page(study.folder.resolve().name, entries, comparisons, searches).encode(errors="replace"))
     return path
 
 
 def render(study_name: str, entries: Sequence[Entry]) -> str:
     """The page as text."""
-    return _page(study_name, entries, _drawn(entries))
+    return _page(study_name, entries, _drawn(entries), [])
 
 
 def _drawn(entries: Iterable[Entry]) -> list[tuple[Comparison, list[Drawing]]]:
     return [(comparison, figures.draw(comparison)) for comparison in compare(entries)]
 
 
-def _page(name: str, entries: Sequence[Entry], comparisons: list[tuple[Comparison, list[Drawing]]]) -> str:
+def _page(
+    name: str,
+    entries: Sequence[Entry],
+    comparisons: list[tuple[Comparison, list[Drawing]]],
+    searches: Sequence[Drawing],
+) -> str:
     environment = Environment(
         loader=PackageLoader("holdfast.study", ""),
         autoescape=True,
@@ -90,6 +96,7 @@ def _page(name: str, entries: Sequence[Entry], comparisons: list[tuple[Compariso
         name=name,
         summary=summarise(entries),
         comparisons=comparisons,
+        searches=searches,
         best=best,
         beside=beside,
         bounds=BOUNDS,

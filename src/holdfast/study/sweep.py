@@ -5,12 +5,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.study.files import check_settings
-from holdfast.study.records import Entry, Run, StudyError, read_json, write_json
+from holdfast.study.records import Entry, Run, StudyError, default_name, read_json, write_json
 from holdfast.study.tables import Estimate, estimate
-from holdfast.training import Plan
+
+if TYPE_CHECKING:
+    from holdfast.training import Plan
 
 DECADES = tuple(10.0**power for power in range(-3, 4))
 FINER = (0.2, 0.5, 2.0, 5.0)
@@ -71,6 +73,13 @@ class Sweep:
             "curve": [tried.as_dict() for tried in self.curve],
         }
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        plan = data["plan"]
+        name = default_name(plan["method"], plan["settings"])
+        common = Run(data["stream"], plan, data["tasks"], name, id="")
+        return cls(common, data["over"], data["seeds"], [Tried.from_dict(tried) for tried in data["curve"]])
+
     def path(self, folder: Path) -> Path:
         return folder / "sweeps" / f"{self.common.id}-{self.over}-{self.seeds}.json"
 
@@ -80,16 +89,30 @@ class Sweep:
             return self
         now = {tried.value for tried in self.curve}
         try:
-            before = [Tried.from_dict(data) for data in read_json(self.path(folder))["curve"]]
-        except (StudyError, LookupError, TypeError) as error:
+            before = Sweep.from_dict(read_json(self.path(folder)))
+        except UNREADABLE as error:
             warnings.warn(f"{self.path(folder)} is no search, and is written anew ({error})", stacklevel=2)
             return self
-        curve = sorted([*self.curve, *(t for t in before if t.value not in now)], key=lambda tried: tried.value)
+        curve = sorted([*self.curve, *(t for t in before.curve if t.value not in now)], key=lambda tried: tried.value)
         return replace(self, curve=curve)
 
     def save(self, folder: Path) -> Path:
         write_json(self.path(folder), self.as_dict())
         return self.path(folder)
+
+
+UNREADABLE = (StudyError, LookupError, TypeError, AttributeError)
+
+
+def read(folder: Path) -> list[Sweep]:
+    """The searches that were saved in a study's folder; what is none is left out with a warning."""
+    found = []
+    for path in sorted((folder / "sweeps").glob("*.json")):
+        try:
+            found.append(Sweep.from_dict(read_json(path)))
+        except UNREADABLE as error:
+            warnings.warn(f"{path} is no search, and is left out ({error})", stacklevel=2)
+    return found
 
 
 def best(curve: Iterable[Tried]) -> float:
@@ -102,7 +125,7 @@ def best(curve: Iterable[Tried]) -> float:
 
 def search(
     stream: str,
-    plan: Plan,
+    plan: "Plan",
     over: str,
     seeds: int,
     execute: Execute,
@@ -135,7 +158,7 @@ def search(
     return Sweep(Run.of(stream, replace(plan, judged_on="validation", curve=1), tasks), over, seeds, curve)
 
 
-def acceptable(plan: Plan, over: str, value: float) -> bool:
+def acceptable(plan: "Plan", over: str, value: float) -> bool:
     """Whether the method takes this value: a rate, for instance, is at most 1."""
     try:
         made = _with(plan, over, value)
@@ -145,13 +168,13 @@ def acceptable(plan: Plan, over: str, value: float) -> bool:
     return True
 
 
-def _with(plan: Plan, over: str, value: float) -> Plan:
+def _with(plan: "Plan", over: str, value: float) -> "Plan":
     if over == "lr":
         return replace(plan, lr=value)
     return replace(plan, settings={**plan.settings, over: value})
 
 
-def _run(stream: str, plan: Plan, over: str, value: float, seed: int, tasks: int | None) -> Run:
+def _run(stream: str, plan: "Plan", over: str, value: float, seed: int, tasks: int | None) -> Run:
     made = replace(_with(plan, over, value), seed=seed, judged_on="validation", curve=1)
     return Run.of(stream, made, tasks, f"{plan.method} {over}={value:g}")
 
