@@ -55,6 +55,7 @@ VARIATIONS = {
     "si, in the loss, 0.1": Variation("si", {"penalty": "loss", "strength": 0.1}),
     "si, in the loss, 0.001": Variation("si", {"penalty": "loss", "strength": 0.001}),
     "ewc, 300": Variation("ewc", {"strength": 300.0}),
+    "ewc, frozen after the first task": Variation("ewc", {"strength": 1e12}),
 }
 
 
