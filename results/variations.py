@@ -79,9 +79,6 @@ def with_early_dropout(modules: OrderedDict[str, nn.Module]) -> None:
         modules.move_to_end(name)
 
 
-MODELS |= {"no_dropout": varied(without_dropout), "early_dropout": varied(with_early_dropout)}
-
-
 def stream(frame: Frame, data: Path | None) -> Stream:
     return split(load("cifar100", data), frame, per_task=10, tasks=TASKS)
 
@@ -97,6 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(VARIATIONS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {'; '.join(VARIATIONS)}")
+    MODELS.update(no_dropout=varied(without_dropout), early_dropout=varied(with_early_dropout))
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}

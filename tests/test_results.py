@@ -2,6 +2,9 @@
 
 import re
 import runpy
+import subprocess
+import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli import app
+from holdfast.models import paper_cnn
 from holdfast.study import paper
 from holdfast.study.records import Entry, Study, read_json
 from holdfast.study.tables import Row, compare
@@ -182,15 +186,22 @@ def test_the_paper_s_experiment_runs_scaled_down(tmp_path: Path) -> None:
     assert {row.name for row in comparison.rows if paper.beside("icifar100", row)} == {*paper.METHODS} - {"finetune"}
 
 
-def test_the_variations_run_scaled_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variations_run_scaled_down(tmp_path: Path) -> None:
     small_cifar(tmp_path)
-    script = runpy.run_path(str(RESULTS / "variations.py"))
     names = ["npc, black border", "npc, seen before the norm", "npc, dropout before the hidden layer"]
     options = ["--seeds", "1", "--epochs", "0.5", "--width", "0.05", "--data", str(tmp_path), "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["variations.py", *names, *options])
-    script["main"]()
+    done = subprocess.run([sys.executable, RESULTS / "variations.py", *names, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("%") == 3
     made = [read_json(path) for path in tmp_path.glob("*.json")]
     assert sorted(record["name"] for record in made) == sorted(names)
     assert all(len(record["matrix"]) == 5 for record in made)
-    early = script["MODELS"]["early_dropout"]((3, 32, 32), 10, 0.05)
-    assert list(early._modules)[-4:] == ["dropout", "hidden", "relu", "head"]
+
+
+def test_where_the_dropout_goes_in_the_variations() -> None:
+    script = runpy.run_path(str(RESULTS / "variations.py"))
+    modules = OrderedDict(paper_cnn(classes=10, width=0.05).named_children())
+    script["with_early_dropout"](modules)
+    assert list(modules)[-4:] == ["dropout", "hidden", "relu", "head"]
+    script["without_dropout"](modules)
+    assert list(modules)[-4:] == ["flatten", "hidden", "relu", "head"]
