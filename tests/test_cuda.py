@@ -18,12 +18,14 @@ import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
 from holdfast.fast import BeforeNorm, FewChannels, NormReluPool
 from holdfast.methods import METHODS
+from holdfast.streams.batches import Batches, Shuffled, prepared
 from holdfast.streams.batches import Images as OnDevice
-from holdfast.streams.batches import Shuffled
+from holdfast.streams.tasks import Frame, permuted, rotated, split
 from holdfast.training import Interrupted, Progress, _Run
 from holdfast.training import train as train_run
 from test_fast import both as plain_and_quick
 from test_fast import pictures
+from test_streams import source
 from test_training import outcome as run_outcome
 from test_training import plan as run_plan
 from test_training import stream as spots
@@ -214,6 +216,33 @@ def test_images_on_the_host_give_the_same_batches_as_on_the_gpu() -> None:
             assert other_x.is_cuda
             assert torch.equal(other_y.cpu(), y)
             torch.testing.assert_close(other_x.cpu(), x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> None:
+    """Of several sizes, with pixels in another order, and turned."""
+    torch.compiler.reset()
+    streams = [
+        split(source(channels=3), Frame(6, 2, True, "mean"), per_task=3),
+        permuted(source(side=5), Frame(6, 2, True), tasks=2),
+        rotated(source(), Frame(6, 1), angles=[0, 45]),
+    ]
+    for made in streams:
+        task = made.tasks[1]
+        fused, plain = (OnDevice(made, CUDA, resident=resident, fuse=fuse) for fuse in (True, False))
+        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (fused, plain))
+        pairs = [(next(ours), next(theirs)) for _ in range(5)]
+        pairs += zip(*(Batches(images, task, task.test, 9) for images in (fused, plain)), strict=True)
+        for (x, y), (exact, labels) in pairs:
+            assert x.is_cuda
+            torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5)
+            assert torch.equal(y, labels)
+
+
+def test_a_compiled_run_makes_its_batches_in_few_kernels() -> None:
+    runs = [_Run(spots(), run_plan("finetune", compile=fuse), CUDA) for fuse in (False, True)]
+    assert [run.images.prepare is prepared for run in runs] == [True, False]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,7 +1,9 @@
 """The same network, quicker on a GPU: modules that compute what those they replace do, with less to read and write."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,3 +128,9 @@ def _is_norm_relu_pool(modules: Sequence[nn.Module]) -> bool:
             windows = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices
             return plain and windows == (2, 2, 0, 1, False, False)
     return False
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors, compiled, once for all that use it; what it does to each tensor goes into few kernels."""
+    return torch.compile(function, options={"combo_kernels": True})
