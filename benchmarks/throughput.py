@@ -2,9 +2,10 @@
 
     python benchmarks/throughput.py
 
-The bare loop is written by hand and has the same tricks as the runs: the same images on the device, bf16, the same
-compiled and quickened model, plain SGD, the whole step as one CUDA graph. The methods are measured in their second
-task, when there is something to protect. Rounds of all of them are interleaved; a ratio is the median over rounds.
+The bare loop is written by hand and has the same tricks as the runs: the same images on the device, made into batches
+by the same kernels, bf16, the same compiled and quickened model, plain SGD, the whole step as one CUDA graph. The
+methods are measured in their second task, when there is something to protect. Rounds of all of them are interleaved; a
+ratio is the median over rounds.
 
 The floor is the time below which no step can be: the larger of two. Operations: the multiplications and additions of
 all convolutions and linear layers, forward and twice backward (once for the first layer, which has no gradient to pass
@@ -50,7 +51,8 @@ def noise(classes: int, each: int) -> Stream:
 def bare(stream: Stream, options: argparse.Namespace) -> Step:
     """A training step as one would write it by hand, without any method."""
     device = torch.device(options.device)
-    task, images = stream.tasks[1], Images(stream, device)
+    quick = device.type == "cuda" and options.compile
+    task, images = stream.tasks[1], Images(stream, device, fuse=quick)
     batches = Shuffled(images, task, options.batch, torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = build_model("paper_cnn", stream.shape, stream.outputs, options.width).to(device)
@@ -73,7 +75,7 @@ def bare(stream: Stream, options: argparse.Namespace) -> Step:
         loss.backward()
         optimizer.step()
 
-    recorded = Recorded(step, device) if device.type == "cuda" and options.compile else step
+    recorded = Recorded(step, device) if quick else step
 
     def next_step() -> None:
         part.copy_(batches.draw())

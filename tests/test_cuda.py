@@ -16,15 +16,16 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
-from holdfast.fast import FewChannels, NormReluPool
+from holdfast.fast import BeforeNorm, FewChannels, NormReluPool
 from holdfast.methods import METHODS
+from holdfast.streams.batches import Batches, Shuffled, prepared
 from holdfast.streams.batches import Images as OnDevice
-from holdfast.streams.batches import Shuffled
-from holdfast.streams.sources import Images as Pictures
-from holdfast.streams.sources import Source
-from holdfast.streams.tasks import Frame, Stream, split
+from holdfast.streams.tasks import Frame, permuted, rotated, split
 from holdfast.training import Interrupted, Progress, _Run
 from holdfast.training import train as train_run
+from test_fast import both as plain_and_quick
+from test_fast import pictures
+from test_streams import source
 from test_training import outcome as run_outcome
 from test_training import plan as run_plan
 from test_training import stream as spots
@@ -217,6 +218,33 @@ def test_images_on_the_host_give_the_same_batches_as_on_the_gpu() -> None:
             torch.testing.assert_close(other_x.cpu(), x)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> None:
+    """Of several sizes, with pixels in another order, and turned."""
+    torch.compiler.reset()
+    streams = [
+        split(source(channels=3), Frame(6, 2, True, "mean"), per_task=3),
+        permuted(source(side=5), Frame(6, 2, True), tasks=2),
+        rotated(source(), Frame(6, 1), angles=[0, 45]),
+    ]
+    for made in streams:
+        task = made.tasks[1]
+        fused, plain = (OnDevice(made, CUDA, resident=resident, fuse=fuse) for fuse in (True, False))
+        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (fused, plain))
+        pairs = [(next(ours), next(theirs)) for _ in range(5)]
+        pairs += zip(*(Batches(images, task, task.test, 9) for images in (fused, plain)), strict=True)
+        for (x, y), (exact, labels) in pairs:
+            assert x.is_cuda
+            torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5)
+            assert torch.equal(y, labels)
+
+
+def test_a_compiled_run_makes_its_batches_in_few_kernels() -> None:
+    runs = [_Run(spots(), run_plan("finetune", compile=fuse), CUDA) for fuse in (False, True)]
+    assert [run.images.prepare is prepared for run in runs] == [True, False]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_on_the_gpu_ends_with_the_same_bits_twice_and_after_a_stop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -318,29 +346,43 @@ def test_a_finished_run_leaves_nothing_on_the_gpu() -> None:
     assert torch.cuda.memory_allocated() - before < 2**20
 
 
-def test_a_convolution_of_few_channels() -> None:
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_of_few_channels(memory: torch.memory_format) -> None:
     plain = nn.Conv2d(3, 16, 3, padding=1, device="cuda")
     quick = FewChannels(3, 16, 3, padding=1, device="cuda")
     quick.load_state_dict(plain.state_dict())
     x, slope = torch.randn(4, 3, 32, 32, device="cuda"), torch.randn(4, 16, 32, 32, device="cuda")
+    x = x.contiguous(memory_format=memory)
     torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-5)
     for layer in (plain, quick):
         layer(x).backward(slope)
     torch.testing.assert_close(quick.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
 
 
-def pictures() -> Stream:
-    """Images of 32x32 in which each class is bright in another stripe."""
-    generator = torch.Generator().manual_seed(0)
-
-    def part(count: int) -> Pictures:
-        labels = torch.arange(4).repeat_interleave(count)
-        pixels = torch.randint(0, 200, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=generator)
-        for label in range(4):
-            pixels[labels == label, :, 8 * label : 8 * label + 8] += 50
-        return Pictures(pixels, labels)
-
-    return split(Source("stripes", part(60), part(20), tuple("abcd")), Frame(32, padding=1), per_task=2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_biases_that_a_norm_takes_away_are_left_out(memory: torch.memory_format, compiled: bool) -> None:
+    plain, quick = (model.cuda() for model in plain_and_quick())
+    assert type(quick.conv2) is BeforeNorm  # so there is a Triton
+    for model in (plain, quick):
+        for convolution in (model.conv1, model.conv2, model.conv3):
+            nn.init.constant_(convolution.bias, 3.0)
+    x = torch.randn(6, 3, 32, 32, device="cuda").contiguous(memory_format=memory)
+    exact = copy.deepcopy(plain).double()
+    torch.compiler.reset()
+    out = torch.compile(lambda x: quick(x), fullgraph=True)(x) if compiled else quick(x)
+    torch.testing.assert_close(out.double(), exact(x.double()), rtol=1e-3, atol=1e-4)
+    out.square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    truth = dict(exact.named_parameters())
+    for name, ours in quick.named_parameters():
+        if "conv" in name and "bias" in name:
+            assert ours.grad is None
+        else:
+            near = 1e-3 * float(truth[name].grad.abs().max())
+            torch.testing.assert_close(ours.grad.double(), truth[name].grad, rtol=1e-2, atol=near)
+    torch.testing.assert_close(copy.deepcopy(quick).double()(x.double()), exact(x.double()))  # the plain path
 
 
 def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:

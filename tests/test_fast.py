@@ -1,19 +1,48 @@
 """Models that are quickened: the same network, here on a CPU; tests/test_cuda.py has the kernels."""
 
 import copy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import instance_norm, max_pool2d
 
 import holdfast
-from holdfast.fast import FewChannels, NormReluPool, quicken
-from holdfast.models import paper_cnn
+from helpers import memory_of, parameters_of
+from holdfast import training
+from holdfast.fast import BeforeNorm, FewChannels, FewChannelsBeforeNorm, NormReluPool, quicken
+from holdfast.hooks import inside_transform
+from holdfast.methods import METHODS
+from holdfast.models import build_model, paper_cnn
+from holdfast.streams.sources import Images, Source
+from holdfast.streams.tasks import Frame, Stream, split
+from test_compile import BACKENDS
+from test_training import plan
+
+needs_compiler = pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
 def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.fast.find_spec", lambda name: object())
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is quick on a GPU, with the kernel's part in plain torch."""
+
+    def norm_relu_pool(x: Tensor, shows: bool) -> tuple[Tensor, None, None, Tensor]:
+        active = instance_norm(x).relu()
+        return max_pool2d(active, 2), None, None, active.mean((2, 3))
+
+    kernels = ModuleType("holdfast.kernels")
+    kernels.norm_relu_pool = norm_relu_pool  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "holdfast.kernels", kernels)
+    monkeypatch.setattr("holdfast.fast._quick", lambda x: x.dtype != torch.float64 and not inside_transform())
 
 
 def both(**knobs: bool) -> tuple[nn.Sequential, nn.Sequential]:
@@ -28,8 +57,8 @@ def both(**knobs: bool) -> tuple[nn.Sequential, nn.Sequential]:
 
 def test_the_paper_s_network_is_quickened_where_it_can_be() -> None:
     _, quick = both()
-    assert type(quick.conv1) is FewChannels
-    assert type(quick.conv2) is nn.Conv2d
+    assert type(quick.conv1) is FewChannelsBeforeNorm
+    assert type(quick.conv2) is type(quick.conv3) is BeforeNorm
     assert [type(quick[number]) for number in (1, 2, 3)] == [NormReluPool, nn.Identity, nn.Identity]
     _, watched = both(activations=True)
     assert [module.shows for module in (quick.norm1, watched.norm1)] == [False, True]
@@ -44,6 +73,113 @@ def test_it_computes_the_same() -> None:
         model(x).square().sum().backward()
     for ours, theirs in zip(quick.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_it_computes_the_same_without_the_biases_that_a_norm_takes_away() -> None:
+    plain, quick = both()
+    for model in (plain, quick):
+        for convolution in (model.conv1, model.conv2, model.conv3):
+            nn.init.constant_(convolution.bias, 3.0)
+    x = torch.randn(6, 3, 32, 32)
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-4)
+    for model in (plain, quick):
+        model(x).square().sum().backward()
+    exact = dict(plain.named_parameters())
+    for name, ours in quick.named_parameters():
+        if "conv" in name and "bias" in name:
+            assert ours.grad is None
+        else:
+            torch.testing.assert_close(ours.grad, exact[name].grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_biases_stay_where_no_instance_norm_follows() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2))
+    shared = nn.Conv2d(4, 4, 3, padding=1)
+    plain.extend([shared, nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), shared])
+    quick = copy.deepcopy(plain)
+    quicken(quick)
+    assert [type(quick[i]) for i in (0, 4, 8)] == [FewChannels] * 3
+    x = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-5)
+    for model in (plain, quick):
+        model(x).square().sum().backward()
+    for ours, theirs in zip(quick.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("channels", "compiled"), [(1, False), (3, False), (4, False), pytest.param(3, True, marks=needs_compiler)]
+)
+def test_a_convolution_of_few_channels_is_a_product_with_patches(
+    channels: int, memory: torch.memory_format, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    plain, quick = nn.Conv2d(channels, 16, 3, padding=1), FewChannels(channels, 16, 3, padding=1)
+    quick.load_state_dict(plain.state_dict())
+    quick.to(memory_format=torch.channels_last)
+    x = torch.randn(4, channels, 7, 6).contiguous(memory_format=memory)
+    slope = torch.randn(4, 16, 7, 6)
+    torch.compiler.reset()
+    out = torch.compile(lambda x: quick(x), fullgraph=True)(x) if compiled else quick(x)
+    torch.testing.assert_close(out, plain(x), rtol=1e-4, atol=1e-5)
+    out.backward(slope)
+    plain(x).backward(slope)
+    for ours, theirs in zip(quick.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def pictures(train: int = 60, test: int = 20) -> Stream:
+    """Images of 32x32 in which each class is bright in another stripe."""
+    generator = torch.Generator().manual_seed(0)
+
+    def part(count: int) -> Images:
+        labels = torch.arange(4).repeat_interleave(count)
+        pixels = torch.randint(0, 200, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=generator)
+        for label in range(4):
+            pixels[labels == label, :, 8 * label : 8 * label + 8] += 50
+        return Images(pixels, labels)
+
+    return split(Source("stripes", part(train), part(test), tuple("abcd")), Frame(32, padding=1), per_task=2)
+
+
+def quick_model(*arguments: Any) -> nn.Sequential:
+    model = build_model(*arguments)
+    quicken(model, activations=True)
+    return model
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in METHODS), *((name, {"penalty": "loss"}) for name in ("ewc", "mas", "si", "ssl"))],
+)
+def test_every_method_copes_with_biases_that_have_no_gradient(
+    name: str, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, how = pictures(24, 2), plan(name, settings=settings, model="paper_cnn", width=0.1, batch=8, epochs=1, lr=0.02)
+    found = []
+    for build in (build_model, quick_model):
+        monkeypatch.setattr(training, "build_model", build)
+        run = training._Run(made, how, torch.device("cpu"))
+        before = parameters_of(run.model)
+        assert len([progress for progress in run if progress.step]) == 2 * 5
+        assert run.record.failure is None
+        found.append(parameters_of(run.model) | memory_of(run.method))
+        again = training._Run(made, how, torch.device("cpu"))
+        again.load_state_dict(run.state_dict(), Path("here"))
+    plain, quick = found
+    biases = {key for key in plain if "conv" in key and "bias" in key}
+    for key in biases & before.keys():
+        assert torch.equal(quick[key], before[key])
+    for key in plain.keys() - biases:
+        near = 1e-3 * float(plain[key].abs().max())
+        torch.testing.assert_close(quick[key], plain[key], rtol=1e-3, atol=near, msg=lambda text, key=key: key + text)
 
 
 def test_npc_finds_the_same_importance() -> None:

@@ -11,10 +11,21 @@ from torch import Tensor
 
 from holdfast import streams
 from holdfast.streams import build_stream
-from holdfast.streams.batches import Batches, Rehearsal, Shuffled, crop, inputs, plain_pass, random_pass, rotate
+from holdfast.streams.batches import (
+    Batches,
+    Rehearsal,
+    Shuffled,
+    batch,
+    crop,
+    plain_pass,
+    prepared,
+    random_pass,
+    rotate,
+)
 from holdfast.streams.batches import Images as OnDevice
 from holdfast.streams.sources import Images, Source
 from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
+from test_compile import BACKENDS
 
 CPU = torch.device("cpu")
 
@@ -157,13 +168,16 @@ def by_hand(stream: Stream, place: int, top: int, left: int, mirrored: bool) -> 
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.sampled_from([Frame(6), Frame(6, 2), Frame(5, 1, True, "mean"), Frame(8, 1, True)]), st.integers(0, 99))
+@given(
+    st.sampled_from([Frame(6), Frame(6, 2), Frame(5, 1, True, "mean"), Frame(8, 1, True), Frame(3, 0, True)]),
+    st.integers(0, 99),
+)
 def test_crop_mirror_and_normalise_as_in_plain_loops(frame: Frame, seed: int) -> None:
     torch.manual_seed(seed)
     stream = split(source(each=3), frame, per_task=2)
     task = stream.tasks[1]
     drawn = random_pass(stream, task.train, torch.Generator().manual_seed(seed))
-    found = inputs(OnDevice(stream, CPU), task, drawn)
+    found, _ = batch(OnDevice(stream, CPU), task, drawn)
     for i in range(len(found)):
         expected = by_hand(
             stream, *(int(each[i]) for each in (drawn.places, drawn.top, drawn.left)), bool(drawn.mirrored[i])
@@ -176,7 +190,7 @@ def test_at_test_images_are_centred_and_in_order() -> None:
     stream = split(source(side=28, channels=1), Frame(32, padding=4, mirror=True), per_task=2)
     part = plain_pass(stream, stream.tasks[0].test)
     assert torch.equal(part.places, stream.tasks[0].test)
-    x = inputs(OnDevice(stream, CPU), stream.tasks[0], part) * stream.std[0] + stream.mean[0]
+    x = batch(OnDevice(stream, CPU), stream.tasks[0], part)[0] * stream.std[0] + stream.mean[0]
     torch.testing.assert_close(x[:, :, 2:30, 2:30] * 255, stream.pixels[part.places].float(), rtol=1e-4, atol=1e-2)
     assert x[:, :, :2].abs().max() < 1e-5
 
@@ -194,7 +208,7 @@ def test_a_permutation_moves_pixels_of_all_channels_alike() -> None:
     stream = permuted(source(), FRAME, tasks=2)
     task, images = stream.tasks[1], OnDevice(stream, CPU)
     part = plain_pass(stream, task.test)
-    plain, moved = inputs(images, stream.tasks[0], part), inputs(images, task, part)
+    (plain, _), (moved, _) = (batch(images, each, part) for each in (stream.tasks[0], task))
     assert task.permutation is not None
     for to, origin in enumerate(task.permutation.tolist()):
         assert torch.equal(moved.flatten(2)[:, :, to], plain.flatten(2)[:, :, origin])
@@ -207,10 +221,34 @@ def test_a_quarter_turn_to_the_left() -> None:
 
 
 def test_crop_takes_the_corner_it_is_told() -> None:
-    x = torch.arange(16).view(1, 1, 4, 4)
-    one = torch.tensor([1])
-    assert crop(x, one, one, torch.tensor([False]), 2).flatten().tolist() == [5, 6, 9, 10]
-    assert crop(x, one, one, torch.tensor([True]), 2).flatten().tolist() == [6, 5, 10, 9]
+    x = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)
+    one, fill = torch.tensor([1]), torch.tensor(99, dtype=torch.uint8).view(1, 1, 1, 1)
+
+    def found(mirrored: bool, size: int, padding: int) -> list[int]:
+        return crop(x, one, one, torch.tensor([mirrored]), fill, size, padding).flatten().tolist()
+
+    assert found(False, 2, 0) == [5, 6, 9, 10]
+    assert found(True, 2, 0) == [6, 5, 10, 9]
+    assert found(False, 2, 2) == [99, 99, 99, 0]
+    assert found(True, 2, 2) == [99, 99, 0, 99]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 4), st.data())
+def test_crop_gives_the_bytes_of_a_padded_image(height: int, width: int, padding: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, min(height, width) + 2 * padding))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    pixels = torch.randint(256, (5, 3, height, width), dtype=torch.uint8)
+    fill = torch.randint(256, (1, 3, 1, 1), dtype=torch.uint8)
+    top, left = (torch.randint(side + 2 * padding - size + 1, (5,)) for side in (height, width))
+    mirrored = torch.rand(5) < 0.5
+    found = crop(pixels, top, left, mirrored, fill, size, padding)
+    assert found.dtype == torch.uint8
+    for i in range(5):
+        canvas = fill[0].expand(3, height + 2 * padding, width + 2 * padding).clone()
+        canvas[:, padding : padding + height, padding : padding + width] = pixels[i]
+        expected = canvas[:, top[i] : top[i] + size, left[i] : left[i] + size]
+        assert torch.equal(found[i], expected.flip(2) if mirrored[i] else expected)
 
 
 # ---- batches ----
@@ -271,6 +309,37 @@ def test_images_on_the_host_give_the_same_batches() -> None:
             assert torch.equal(one, other)
     for mine, yours in zip(*(Batches(i, stream.tasks[0], stream.tasks[0].test, 5) for i in (here, there)), strict=True):
         assert torch.equal(mine[0], yours[0])
+
+
+def test_the_making_of_a_batch_is_one_graph() -> None:
+    """Else torch would leave a part of it as it is, without a word."""
+    stream = permuted(source(), Frame(7, 2, True, "mean"), tasks=2)
+    images = OnDevice(stream, CPU)
+    images.prepare = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    for task in stream.tasks:
+        part = random_pass(stream, task.train, torch.Generator().manual_seed(0))
+        for one, other in zip(batch(images, task, part), batch(OnDevice(stream, CPU), task, part), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> None:
+    torch.compiler.reset()
+    streams = [
+        permuted(source(side=5), Frame(6, 2, True, "mean"), tasks=2),
+        rotated(source(), Frame(6, 1), angles=[0, 45]),
+    ]
+    for stream in streams:
+        task = stream.tasks[1]
+        fused, plain = (OnDevice(stream, CPU, resident=resident, fuse=fuse) for fuse in (True, False))
+        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (fused, plain))
+        pairs = [(next(ours), next(theirs)) for _ in range(3)]
+        pairs += zip(*(Batches(images, task, task.test, 9) for images in (fused, plain)), strict=True)
+        for (x, y), (exact, labels) in pairs:
+            torch.testing.assert_close(x, exact)
+            assert torch.equal(y, labels)
 
 
 def test_batches_to_look_back_on() -> None:

@@ -1,8 +1,9 @@
 """The same network, quicker on a GPU: modules that compute what those they replace do, with less to read and write."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
-from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,20 +47,43 @@ class NormReluPool(nn.InstanceNorm2d):
         return activity
 
 
+class BeforeNorm(nn.Conv2d):
+    """A convolution before an instance norm, which takes away again what is the same all over a channel: on a GPU it
+    leaves out its bias, which then has no gradient.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._conv_forward(x, self.weight, None if _quick(x) else self.bias)
+        return out
+
+
 class FewChannels(nn.Conv2d):
     """A 3x3 convolution of few channels, such as an image has, on a GPU as one product with the image's patches."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor
         if not _quick(x):
-            return super().forward(x)
+            out = super()._conv_forward(x, weight, bias)
+            return out
         samples, channels, height, width = x.shape
-        wide = pad(x, (1, 1, 1, 1))
-        shifted = [wide[:, :, i : i + height, j : j + width] for i, j in product(range(3), repeat=2)]
+        seen = pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)  # [sample, channel, row, column, 3, 3]
+        patches = seen.permute(0, 2, 3, 4, 5, 1).reshape(-1, 9 * channels)
+        rows = weight.permute(0, 2, 3, 1).flatten(1)
         missing = -9 * channels % _MULTIPLE
-        patches = pad(torch.cat(shifted, 1).permute(0, 2, 3, 1), (0, missing)).flatten(0, 2)
-        weight = pad(self.weight.permute(0, 2, 3, 1).flatten(1), (0, missing))
-        out = nn.functional.linear(patches, weight, self.bias)
+        out = nn.functional.linear(pad(patches, (0, missing)), pad(rows, (0, missing)), bias)
         return out.view(samples, height, width, self.out_channels).permute(0, 3, 1, 2)
+
+
+class FewChannelsBeforeNorm(BeforeNorm, FewChannels):
+    """Both."""
+
+
+_CONVOLUTIONS = {  # by whether they have few channels, and whether an instance norm follows
+    (False, False): nn.Conv2d,
+    (False, True): BeforeNorm,
+    (True, False): FewChannels,
+    (True, True): FewChannelsBeforeNorm,
+}
 
 
 def _quick(x: Tensor) -> bool:
@@ -74,10 +98,16 @@ def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
         activations: whether it is looked at how active the neurons are.
     """
     names, modules = list(model._modules), list(model)
+
+    def fusible(at: int) -> bool:
+        return find_spec("triton") is not None and _is_norm_relu_pool(modules[at : at + 3])
+
     for at, module in enumerate(modules):
-        if type(module) is nn.Conv2d and _is_plain(module) and module.in_channels <= 4:
-            module.__class__ = FewChannels
-        if find_spec("triton") is not None and _is_norm_relu_pool(modules[at : at + 3]):
+        if type(module) is nn.Conv2d:
+            few = _is_plain(module) and module.in_channels <= 4
+            normed = fusible(at + 1) and modules.count(module) == 1  # and not used elsewhere, too
+            module.__class__ = _CONVOLUTIONS[few, normed]
+        if fusible(at):
             assert isinstance(module, nn.InstanceNorm2d)
             setattr(model, names[at], NormReluPool(module.num_features, shows=activations))
             setattr(model, names[at + 1], nn.Identity())
@@ -98,3 +128,9 @@ def _is_norm_relu_pool(modules: Sequence[nn.Module]) -> bool:
             windows = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices
             return plain and windows == (2, 2, 0, 1, False, False)
     return False
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors, compiled, once for all that use it; what it does to each tensor goes into few kernels."""
+    return torch.compile(function, options={"combo_kernels": True})

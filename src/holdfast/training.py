@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 
 import holdfast
 from holdfast import checkpoint
-from holdfast.fast import quicken
+from holdfast.fast import compiled, quicken
 from holdfast.methods import METHODS, Joint, Method, Separate
-from holdfast.methods.method import compiled, number
+from holdfast.methods.method import number
 from holdfast.methods.plastic import Plastic
 from holdfast.models import MODELS, GrowingHead, build_model
 from holdfast.record import Point, Record
@@ -208,19 +208,20 @@ class _Run:
             torch.cuda.reset_peak_memory_stats(device)
         self.fingerprint = stream.fingerprint
         torch.manual_seed(plan.seed)
-        self.images = Images(stream, device)
+        quick = plan.compile and device.type == "cuda"
+        self.images = Images(stream, device, fuse=quick)
         self.model = build_model(plan.model, stream.shape, stream.outputs, plan.width).to(device)
         self.growing: GrowingHead | None = None
         if plan.heads == "growing":
             assert isinstance(self.model.head, nn.Linear)
             self.model.head = self.growing = GrowingHead(self.model.head.in_features)
             self.growing.grow(len(stream.tasks[0].active)).to(device)
-        if plan.compile and device.type == "cuda":
+        if quick:
             quicken(self.model, activations=METHODS[plan.method].looks_at_activations)
         self.method = self._build_method()
         self.method.fuse = plan.compile
         self.loss_of = torch.compile(MethodType(_loss_with(plan.method), self)) if plan.compile else self._loss
-        self.note = compiled(note_) if plan.compile and device.type == "cuda" else note_
+        self.note = compiled(note_) if quick else note_
         self.generator = torch.Generator().manual_seed(plan.seed)
         self.nodes = self._nodes()
         self.active = [torch.tensor(nodes, device=device) for nodes in self.nodes]

@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from numbers import Real
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from holdfast.fast import compiled
 from holdfast.persample import device_of
 
 _MEMORY = "holdfast"
@@ -212,12 +212,6 @@ class Method(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wrapped!r})"
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors, compiled, once for all that use it; what it does to each tensor goes into few kernels."""
-    return torch.compile(function, options={"combo_kernels": True})
 
 
 def bare(model: nn.Module) -> nn.Module:

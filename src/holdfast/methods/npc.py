@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from holdfast.fast import compiled
 from holdfast.importance import moving_average
-from holdfast.methods.method import compiled, several_processes
+from holdfast.methods.method import several_processes
 from holdfast.methods.plastic import Plastic
 from holdfast.neurons import Layer, Spread, find_layers
 from holdfast.observation import Observation

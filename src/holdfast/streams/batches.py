@@ -6,22 +6,32 @@ So a pass is the same on every device, it can be taken up again in its middle, a
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
+from holdfast.fast import compiled
 from holdfast.streams.tasks import Stream, Task
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Images:
-    """A stream's images on a device, or on the host if they are too many for it; `take` is the same either way."""
+    """A stream's images on a device, or on the host if they are too many for it; batches are the same either way.
 
-    def __init__(self, stream: Stream, device: torch.device, *, resident: bool | None = None) -> None:
+    Args:
+        stream: whose images they are.
+        device: where batches are wanted.
+        resident: whether all images are there; if not given, whether they fit.
+        fuse: whether the making of a batch is compiled, so that it is few kernels.
+    """
+
+    def __init__(
+        self, stream: Stream, device: torch.device, *, resident: bool | None = None, fuse: bool = False
+    ) -> None:
         self.stream = stream
         self.device = device
         self.resident = _fits(stream.pixels, device) if resident is None else resident
@@ -30,13 +40,13 @@ class Images:
         shape = (1, -1, 1, 1)
         self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
         self.fill = (self.mean if stream.frame.fill == "mean" else 0 * self.mean).round().to(torch.uint8)
+        self.prepare = compiled(prepared) if fuse else prepared
         self._orders: dict[int, Tensor] = {}
         self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def take(self, places: Tensor) -> Tensor:
-        """The images at `places`, which are on the device if the images are, and else on the host.
-
-        From the host they come beside what the device is doing; `await_taken` before they are used.
+        """The images at `places`, both on the host. They come to the device beside what it is doing; `await_taken`
+        before they are used.
         """
         taken = self.pixels[places]
         if self._side is None:
@@ -112,39 +122,57 @@ def plain_pass(stream: Stream, places: Tensor) -> Pass:
     return Pass(places, torch.full((count,), top), torch.full((count,), left), torch.zeros(count, dtype=torch.bool))
 
 
-def inputs(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -> Tensor:
-    """Normalised inputs of a model, [sample, channel, height, width]; `taken` are the part's images, if at hand."""
-    frame = images.stream.frame
-    taken = images.take(part.places) if taken is None else taken
-    images.await_taken(taken)
-    pixels = padded(taken, images.fill, frame.padding)
-    part = part.to(pixels.device)
-    x = (crop(pixels, part.top, part.left, part.mirrored, frame.size).float() - images.mean) / images.std
-    if (order := images.order_of(task)) is not None:
-        x = x.flatten(2)[:, :, order].view_as(x)
-    return rotate(x, task.angle) if task.angle else x
-
-
+@torch.no_grad()
 def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -> Batch:
-    """Inputs and labels."""
-    return inputs(images, task, part, taken), images.labels[part.places.to(images.device)]
+    """Normalised inputs of a model, [sample, channel, height, width], and labels.
+
+    `taken` are the part's images, if they are not resident and at hand.
+    """
+    here, pixels, labels = part.to(images.device), images.pixels, images.labels
+    if not images.resident:
+        pixels = images.take(part.places) if taken is None else taken
+        images.await_taken(pixels)
+        labels = labels[here.places]
+        here = replace(here, places=torch.arange(len(pixels), device=pixels.device))
+    colours, frame = (images.fill, images.mean, images.std), images.stream.frame
+    x, y = images.prepare(pixels, labels, here.tensors, images.order_of(task), colours, frame.size, frame.padding)
+    return rotate(x, task.angle) if task.angle else x, y
 
 
-def padded(pixels: Tensor, fill: Tensor, padding: int) -> Tensor:
-    """Images with a border of this width and colour."""
-    count, channels, height, width = pixels.shape
-    canvas = fill.expand(count, channels, height + 2 * padding, width + 2 * padding).clone()
-    canvas[:, :, padding : padding + height, padding : padding + width] = pixels
-    return canvas
+def prepared(
+    pixels: Tensor,
+    labels: Tensor,
+    part: tuple[Tensor, Tensor, Tensor, Tensor],
+    order: Tensor | None,
+    colours: tuple[Tensor, Tensor, Tensor],
+    size: int,
+    padding: int,
+) -> Batch:
+    """What a pass says of some images, cropped, mirrored, normalised and with their pixels in this order; and labels.
+
+    `colours` are those of the border, of the mean and of the standard deviation.
+    """
+    places, top, left, mirrored = part
+    fill, mean, std = colours
+    x = (crop(pixels[places], top, left, mirrored, fill, size, padding).float() - mean) / std
+    if order is not None:
+        x = x.flatten(2)[:, :, order].view_as(x)
+    return x, labels[places]
 
 
-def crop(x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, size: int) -> Tensor:
-    """Of each image the square of `size` whose corner is at `top` and `left`, mirrored where it says so."""
-    along = torch.arange(size, device=x.device)
-    rows, columns = top[:, None] + along, left[:, None] + along
-    columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-    sample = torch.arange(len(x), device=x.device)[:, None, None]
-    return x.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+def crop(pixels: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, fill: Tensor, size: int, padding: int) -> Tensor:
+    """Of each image the square of `size` whose corner is at `top` and `left`, mirrored where it says so.
+
+    Around the images is a border of width `padding` and colour `fill`, where the corners count from.
+    """
+    samples, channels, height, width = pixels.shape
+    along = torch.arange(-padding, size - padding, device=pixels.device)
+    rows, columns = top[:, None] + along, left[:, None] + torch.where(mirrored[:, None], along.flip(0), along)
+    near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+    near = (near_rows[:, :, None] * width + near_columns[:, None]).view(samples, 1, -1).expand(-1, channels, -1)
+    found = pixels.flatten(2).gather(2, near).view(samples, channels, size, size)
+    inside = (rows == near_rows)[:, :, None] & (columns == near_columns)[:, None]
+    return torch.where(inside[:, None], found, fill)
 
 
 @cache
