@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.importance import layer_means
 from holdfast.methods import METHODS, npc
 from holdfast.methods.anchor import pull_
 from holdfast.methods.cpc import limit_all_, measure_
@@ -121,7 +122,8 @@ def test_the_control_of_a_step_compiles_into_one_graph(
     data = [torch.randn(6, 2, 8, 8) for _ in range(6)]
     theirs = holdfast.NPC(plain, kind(plain.parameters(), lr=0.01), rate=0.3, free=[plain[4]])
     train(plain, theirs, data)
-    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend=backend))
+    for part in ("measure_", "limit_all_"):
+        monkeypatch.setattr(npc, part, torch.compile(getattr(npc, part), fullgraph=True, backend=backend))
     ours = holdfast.NPC(model, kind(model.parameters(), lr=0.01), rate=0.3, free=[model[4]])
     train(model, ours, data)
     assert sum((values == 0).sum() for values in ours.plasticity.values()) > 0
@@ -132,7 +134,8 @@ def test_the_control_of_a_step_compiles_into_one_graph(
 
 
 def test_a_second_optimizer_for_the_same_kind_of_model_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend="aot_eager"))
+    for part in ("measure_", "limit_all_"):
+        monkeypatch.setattr(npc, part, torch.compile(getattr(npc, part), fullgraph=True, backend="aot_eager"))
     for stance in ("default", "fail_on_recompile"):
         model = Block()
         optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model.head])
@@ -180,6 +183,13 @@ def test_a_run_is_not_given_what_was_compiled_for_a_method_without_hooks(name: s
     alone = train_run(made, plans[1], device="cpu")
     assert after.matrix == alone.matrix
     assert after.failure is None
+
+
+def test_means_of_layers_are_the_same_compiled() -> None:
+    row, sizes = torch.tensor([1.0, torch.nan, 3.0, 5.0, torch.inf, 0.0]), [2, 2, 1, 1]
+    found = torch.compile(layer_means, fullgraph=True, backend="aot_eager")(row, torch.tensor(sizes), sizes)
+    torch.testing.assert_close(found, torch.tensor([torch.nan, 4.0, torch.inf, 0.0]), equal_nan=True)
+    torch.testing.assert_close(found, layer_means(row, torch.tensor(sizes), sizes), equal_nan=True)
 
 
 def copies(tensors: list[Tensor]) -> list[Tensor]:
