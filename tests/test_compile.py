@@ -14,7 +14,7 @@ from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, trai
 from holdfast.importance import layer_means
 from holdfast.methods import METHODS, npc
 from holdfast.methods.anchor import pull_
-from holdfast.methods.cpc import limit_all_, measure_
+from holdfast.methods.cpc import control_, limit_all_, measure_
 from holdfast.methods.si import exact_copies, walk_
 from holdfast.training import _many_graphs
 from holdfast.training import train as train_run
@@ -197,7 +197,7 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["pull", "measure", "limit", "walk"])
+@pytest.mark.parametrize("name", ["pull", "measure", "limit", "control", "walk"])
 def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
     """Else torch would leave it as it is, without a word."""
     torch.manual_seed(0)
@@ -206,13 +206,13 @@ def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
         "pull": (pull_, lambda: (copies(values), importances, slopes, 3.0)),
         "measure": (measure_, lambda: (copies(importances), values, slopes, 0.1)),
         "limit": (limit_all_, lambda: (importances, copies(slopes), None, 0.7, 1.0)),
+        "control": (control_, lambda: (copies(importances), copies(values), copies(slopes), (0.1, 0.7, 1.0))),
         "walk": (walk_, lambda: (copies(importances), slopes, values, copies(slopes))),
     }[name]
     ours, theirs = arguments(), arguments()
     torch.compile(function, fullgraph=True, backend="aot_eager")(*ours)
     function(*theirs)
-    for mine, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
