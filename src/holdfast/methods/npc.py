@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,9 @@ class NPC(Plastic):
         elif 0 < sum(values is None for values in measured) < len(measured):
             self._check_unmeasured(measured)
         rows, moving = self._rows(measured), self._moving()
-        measure, limit = (self._fused(part, [self._importance]) for part in (measure_, limit_all_))
+        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
+        fuse = self._importance.is_cuda and self._observation.compiled
+        measure, limit = (compiled(measure_), compiled(limit_all_)) if fuse else (measure_, limit_all_)
         knobs = self.rate, self.beta, self.gain
         shares = measure(self._importance, rows, self._layer, self._sizes, self._widths, knobs)
         places = [(number, spread) for _, number, spread in moving]
@@ -136,11 +138,6 @@ class NPC(Plastic):
             for parameter, spread in layer.parameters
             if parameter.grad is not None
         ]
-
-    def _fused(self, function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
-        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
-        on_gpu = all(tensor.is_cuda for tensor in tensors)
-        return compiled(function) if on_gpu and self._observation.compiled else function
 
     # ---- the first step says what a user should know ----
 
