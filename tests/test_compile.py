@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.importance import layer_means
 from holdfast.methods import METHODS, npc
 from holdfast.methods.anchor import pull_
-from holdfast.methods.cpc import limit_all_, measure_
+from holdfast.methods.cpc import control_, limit_all_, measure_
+from holdfast.methods.si import exact_copies, walk_
 from holdfast.training import _many_graphs
 from holdfast.training import train as train_run
 from test_training import plan, stream
@@ -121,7 +123,8 @@ def test_the_control_of_a_step_compiles_into_one_graph(
     data = [torch.randn(6, 2, 8, 8) for _ in range(6)]
     theirs = holdfast.NPC(plain, kind(plain.parameters(), lr=0.01), rate=0.3, free=[plain[4]])
     train(plain, theirs, data)
-    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend=backend))
+    for part in ("measure_", "limit_all_"):
+        monkeypatch.setattr(npc, part, torch.compile(getattr(npc, part), fullgraph=True, backend=backend))
     ours = holdfast.NPC(model, kind(model.parameters(), lr=0.01), rate=0.3, free=[model[4]])
     train(model, ours, data)
     assert sum((values == 0).sum() for values in ours.plasticity.values()) > 0
@@ -132,7 +135,8 @@ def test_the_control_of_a_step_compiles_into_one_graph(
 
 
 def test_a_second_optimizer_for_the_same_kind_of_model_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npc, "control_", torch.compile(npc.control_, fullgraph=True, backend="aot_eager"))
+    for part in ("measure_", "limit_all_"):
+        monkeypatch.setattr(npc, part, torch.compile(getattr(npc, part), fullgraph=True, backend="aot_eager"))
     for stance in ("default", "fail_on_recompile"):
         model = Block()
         optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model.head])
@@ -182,11 +186,18 @@ def test_a_run_is_not_given_what_was_compiled_for_a_method_without_hooks(name: s
     assert after.failure is None
 
 
+def test_means_of_layers_are_the_same_compiled() -> None:
+    row, sizes = torch.tensor([1.0, torch.nan, 3.0, 5.0, torch.inf, 0.0]), [2, 2, 1, 1]
+    found = torch.compile(layer_means, fullgraph=True, backend="aot_eager")(row, torch.tensor(sizes), sizes)
+    torch.testing.assert_close(found, torch.tensor([torch.nan, 4.0, torch.inf, 0.0]), equal_nan=True)
+    torch.testing.assert_close(found, layer_means(row, torch.tensor(sizes), sizes), equal_nan=True)
+
+
 def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["pull", "measure", "limit"])
+@pytest.mark.parametrize("name", ["pull", "measure", "limit", "control", "walk"])
 def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
     """Else torch would leave it as it is, without a word."""
     torch.manual_seed(0)
@@ -195,12 +206,52 @@ def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
         "pull": (pull_, lambda: (copies(values), importances, slopes, 3.0)),
         "measure": (measure_, lambda: (copies(importances), values, slopes, 0.1)),
         "limit": (limit_all_, lambda: (importances, copies(slopes), None, 0.7, 1.0)),
+        "control": (control_, lambda: (copies(importances), copies(values), copies(slopes), (0.1, 0.7, 1.0))),
+        "walk": (walk_, lambda: (copies(importances), slopes, values, copies(slopes))),
     }[name]
     ours, theirs = arguments(), arguments()
     torch.compile(function, fullgraph=True, backend="aot_eager")(*ours)
     function(*theirs)
-    for mine, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
-        torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stiffness", [1e-30, 1.0, 2e5, 1e30])
+def test_the_compiled_pull_is_between_and_exact_at_both_ends(stiffness: float, backend: str) -> None:
+    importance = torch.tensor([0.0, 1e-45, 1e-20, 1e-3, 1.0, 1e20, 3e38, torch.inf])
+    ours, theirs, to = torch.full((8,), 1.3), torch.full((8,), 1.3), torch.full((8,), 2.7)
+    with torch.no_grad():
+        torch.compile(pull_, fullgraph=True, backend=backend)([ours], [importance], [to], stiffness)
+    pull_([theirs], [importance], [to], stiffness)
+    torch.testing.assert_close(ours, theirs)
+    assert ((ours >= 1.3) & (ours <= to)).all()
+    assert torch.equal(ours[importance * stiffness == 0], theirs[importance * stiffness == 0])
+    assert torch.equal(ours[importance * stiffness > 1e20], to[importance * stiffness > 1e20])
+
+
+def test_the_compiled_pull_is_no_operation_on_lists() -> None:
+    """Which a compiler of torch's does not look into, if it is a lerp."""
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    values = [torch.rand(3), torch.rand(2)]
+    torch.compile(pull_, fullgraph=True, backend=backend)(values, copies(values), copies(values), 1.0)
+    assert any("lerp" in target for target in called)
+    assert not any("foreach" in target for target in called)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_copies_have_memory_of_their_own(dtype: torch.dtype, backend: str) -> None:
+    values = [torch.rand(4, 3, dtype=dtype), torch.rand(4, dtype=dtype)]
+    made = torch.compile(exact_copies, fullgraph=True, backend=backend)(values)
+    expected = [value.float() for value in copies(values)]
+    for value in values:
+        value.zero_()
+    torch.testing.assert_close(made, expected)
 
 
 def test_a_process_may_compile_more_often_than_torch_lets_it() -> None:

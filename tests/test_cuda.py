@@ -315,6 +315,23 @@ def test_the_kernel_shows_how_active_the_planes_are(shape: tuple[int, ...]) -> N
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 128, 8, 8), (7, 5, 6, 4)])
+@pytest.mark.parametrize("shows", [False, True])
+def test_the_kernel_measures_how_important_the_planes_are(shape: tuple[int, ...], shows: bool) -> None:
+    """Of what is pooled alone, whatever slope the activity has."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda", requires_grad=True)
+    module = NormReluPool(shape[1], shows=shows)
+    module.carrier = torch.zeros(shape[1], device="cuda", requires_grad=True)
+    exact = nn.functional.max_pool2d(nn.functional.instance_norm(x.detach().double()).relu(), 2)
+    slope = torch.randn_like(exact)
+    for times in (1, 2):
+        term = module(x).mul(slope.float()).sum()
+        (term + module.take_activity().square().sum() if shows else term).backward()
+        expected = times * (exact * slope).mean((2, 3)).abs().sum(0)
+        torch.testing.assert_close(module.carrier.grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
     x = torch.randn(2, 4, 8, 8, device="cuda")

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import instance_norm, max_pool2d
 
 import holdfast
-from helpers import memory_of, parameters_of
+from helpers import gradient_at, memory_of, parameters_of
 from holdfast import training
 from holdfast.fast import BeforeNorm, FewChannels, FewChannelsBeforeNorm, NormReluPool, quicken
 from holdfast.hooks import inside_transform
+from holdfast.importance import Observe
 from holdfast.methods import METHODS
 from holdfast.models import build_model, paper_cnn
 from holdfast.streams.sources import Images, Source
@@ -35,9 +36,11 @@ def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is quick on a GPU, with the kernel's part in plain torch."""
 
-    def norm_relu_pool(x: Tensor, shows: bool) -> tuple[Tensor, None, None, Tensor]:
+    def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, None, None, Tensor]:
         active = instance_norm(x).relu()
-        return max_pool2d(active, 2), None, None, active.mean((2, 3))
+        pooled = max_pool2d(active, 2)
+        seen = pooled if carrier is None else Observe.apply(pooled, carrier, 1, False)
+        return seen, None, None, active.mean((2, 3))
 
     kernels = ModuleType("holdfast.kernels")
     kernels.norm_relu_pool = norm_relu_pool  # type: ignore[attr-defined]
@@ -198,6 +201,152 @@ def test_npc_finds_the_same_importance() -> None:
     assert list(ours) == ["conv1", "conv2", "conv3", "hidden"]
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, rtol=1e-3, atol=1e-4)
+
+
+# ---- it measures by itself what NPC wants to know ----
+
+NORMS = ("norm1", "norm2", "norm3")
+
+
+def under_npc(model: nn.Sequential, sample: Tensor | None = None) -> holdfast.NPC:
+    return holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.05), rate=0.3, free=[model.head], sample=sample)
+
+
+def carried(model: nn.Sequential) -> dict[str, Tensor]:
+    return {name: model.get_submodule(name).carrier.grad for name in NORMS}
+
+
+def taylor_at(model: nn.Sequential, name: str, x: Tensor) -> Tensor:
+    """Eq. 2 in double precision, with a hook of its own."""
+    n, gradient = gradient_at(copy.deepcopy(model).double(), name, x.double())
+    return (n * gradient).mean((2, 3)).abs().sum(0)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_module_measures_once(mode: str) -> None:
+    _, quick = both()
+    x = torch.randn(6, 3, 32, 32)
+    npc = under_npc(quick, x)
+    getattr(quick, mode)()
+    quick(x).square().mean().backward()
+    for name, values in carried(quick).items():
+        torch.testing.assert_close(values.double(), taylor_at(quick, name, x), rtol=1e-3, atol=1e-9)
+    assert [len(module._forward_hooks) for module in quick][:4] == [0, 1, 0, 0]
+    npc.close()
+
+
+def test_measurements_of_micro_batches_add_up() -> None:
+    _, quick = both()
+    npc = under_npc(quick, torch.randn(2, 3, 32, 32))
+    parts = [torch.randn(count, 3, 32, 32) for count in (2, 4)]
+    for part in parts:
+        quick(part).square().mean().backward()
+    for name, values in carried(quick).items():
+        expected = sum(taylor_at(quick, name, part) for part in parts)
+        torch.testing.assert_close(values.double(), expected, rtol=1e-3, atol=1e-9)
+    npc.zero_grad()
+    assert set(carried(quick).values()) == {None}
+
+
+def test_without_gradients_nothing_is_measured() -> None:
+    _, quick = both()
+    npc = under_npc(quick, torch.randn(2, 3, 32, 32))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert not quick(x).requires_grad
+    quick.conv1.requires_grad_(False)
+    assert not quick[:4](x).requires_grad
+    npc.close()
+
+
+def test_a_closed_npc_leaves_no_carrier() -> None:
+    _, quick = both()
+    x = torch.randn(2, 3, 32, 32)
+    for end in (lambda npc: npc.close(), lambda npc: None):
+        npc = under_npc(quick, x)
+        assert quick.norm1.carrier is not None
+        end(npc)
+        del npc
+        assert [quick.get_submodule(name).carrier for name in NORMS] == [None] * 3
+
+
+def test_a_copy_of_the_model_is_not_measured() -> None:
+    _, quick = both()
+    x = torch.randn(2, 3, 32, 32)
+    npc = under_npc(quick, x)
+    other = copy.deepcopy(quick)
+    assert torch.equal(other(x), quick(x))
+    other(x).sum().backward()
+    assert other.norm1.carrier is None
+    assert set(carried(quick).values()) == {None}
+    npc.close()
+
+
+def test_a_module_measures_for_one_npc_and_others_see_the_same() -> None:
+    _, quick = both()
+    x = torch.randn(4, 3, 32, 32)
+    npcs = [under_npc(quick, x) for _ in range(2)]
+    quick(x).square().mean().backward()
+    for name, values in carried(quick).items():
+        for npc in npcs:
+            (layer,) = (layer for layer in npc._layers if layer.name == name.replace("norm", "conv"))
+            torch.testing.assert_close(layer.carrier.grad, values)
+    npcs[1].close()
+    assert quick.norm1.carrier is not None
+    npcs[0].close()
+    assert quick.norm1.carrier is None
+
+
+def test_an_output_that_is_changed_in_place_is_observed_as_ever() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.ELU(inplace=True), nn.Flatten(), nn.Linear(64, 3)),
+    )
+    quick, batches = copy.deepcopy(plain), [torch.randn(5, 2, 8, 8) for _ in range(3)]
+    quicken(quick)
+    found = []
+    for model in (plain, quick):
+        npc = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5, free=[model[6]])
+        for x in batches:
+            npc.zero_grad()
+            model(x).square().mean().backward()
+            npc.step()
+        found.append(npc.importance["0"])
+    assert type(quick[1]) is NormReluPool
+    torch.testing.assert_close(*found)
+
+
+def test_a_model_that_is_moved_gets_new_carriers() -> None:
+    _, quick = both()
+    npc = under_npc(quick, torch.randn(2, 3, 32, 32))
+    x = torch.randn(2, 3, 32, 32, device="meta")
+    quick.to("meta")
+    for _ in range(2):  # which the hook sees, and which the module does
+        for p in quick.parameters():
+            p.grad = None
+        quick(x).sum().backward()
+        for name, values in carried(quick).items():
+            (layer,) = (layer for layer in npc._layers if layer.name == name.replace("norm", "conv"))
+            assert values.device.type == "meta"
+            assert layer.carrier is quick.get_submodule(name).carrier
+    npc.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
+def test_a_compiled_model_measures_in_one_graph() -> None:
+    torch.compiler.reset()
+    _, quick = both()
+    x = torch.randn(4, 3, 32, 32)
+    npc = under_npc(quick, x)
+    compiled = torch.compile(quick, fullgraph=True, backend="aot_eager")
+    for times in (1, 2):
+        compiled(x).square().mean().backward()
+        for name, values in carried(quick).items():
+            torch.testing.assert_close(values.double(), times * taylor_at(quick, name, x), rtol=1e-3, atol=1e-9)
+    npc.step()
+    assert npc._observation.compiled
+    assert all(values.sum() > 0 for values in npc.importance.values())
 
 
 def test_ssl_sees_the_same_activations_and_finds_the_same_importance() -> None:

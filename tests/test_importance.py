@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.importance import Observe, moving_average, taylor
+from holdfast.importance import Observe, layer_means, moving_average, taylor
 
 
 def taylor_by_loops(n: torch.Tensor, g: torch.Tensor, axis: int) -> list[float]:
@@ -78,7 +78,8 @@ def test_second_derivatives_pass_through() -> None:
 def average(importance: list[float], measured: list[float], sizes: list[int], rate: float) -> list[float]:
     layer = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     before, now = torch.tensor([importance, measured], dtype=torch.float64)
-    return moving_average(before, now, layer, torch.tensor(sizes), rate).tolist()
+    mean = layer_means(now, torch.tensor(sizes), sizes)
+    return moving_average(before, now, mean, layer, rate).tolist()
 
 
 def test_moving_average_by_hand() -> None:

@@ -283,6 +283,18 @@ def test_points_after_a_failure_are_no_part_of_the_curves() -> None:
     assert all(point["step"] <= record.failure["step"] for point in record.curves)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_the_term_in_the_loss_is_asked_for_where_there_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    run = training._Run(stream(), plan(name), torch.device("cpu"))
+    term = run.method.penalty
+    monkeypatch.setattr(run.method, "penalty", lambda: asked.append(run.task) or term())
+    for _ in run:
+        pass
+    first, later = {"ssl": (True, True), "lwf": (False, True), "joint": (False, True)}.get(name, (False, False))
+    assert set(asked) == {task for task in range(len(run.stream.tasks)) if (later if task else first)}
+
+
 def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
     record = train(stream(), plan("mas", settings={"strength": 1e6, "penalty": "loss"}, epochs=20), device="cpu")
     assert record.failure is not None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, pad, relu
 
 from holdfast.hooks import inside_transform
+from holdfast.importance import Observe
 
 EPS = 1e-5  # of nn.InstanceNorm2d
 _MULTIPLE = 8  # of columns, that tensor cores want
@@ -27,18 +28,30 @@ class NormReluPool(nn.InstanceNorm2d):
         super().__init__(features)
         self.shows = shows
         self.activity: Tensor | None = None
+        self.carrier: Tensor | None = None
+        """Where it is wanted how important the channels are: gets that of the output as its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
+        carrier = self._carrier_for(x)
         if not _quick(x) or x.shape[2] % 2 or x.shape[3] % 2:
             active = relu(super().forward(x))
             self.activity = active.mean((2, 3)) if self.shows and not inside_transform() else None
-            return max_pool2d(active, 2)
+            pooled = max_pool2d(active, 2)
+            return pooled if carrier is None else _observed(pooled, carrier)
         from holdfast.kernels import norm_relu_pool  # which needs Triton
 
-        pooled: Tensor
-        pooled, _, _, activity = norm_relu_pool(x, self.shows)
+        out: Tensor
+        out, _, _, activity = norm_relu_pool(x, self.shows, carrier)
         self.activity = activity if self.shows else None
-        return pooled
+        return out
+
+    def _carrier_for(self, x: Tensor) -> Tensor | None:
+        """The carrier, if there will be a gradient, and one that is where the carrier is."""
+        wanted = x.requires_grad and torch.is_grad_enabled() and not inside_transform()
+        return self.carrier if wanted and self.carrier is not None and self.carrier.device == x.device else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "activity": None, "carrier": None}  # of this module only, not of its copies
 
     def take_activity(self) -> Tensor:
         """The mean over positions in the last forward, [sample, channel]; once, so that it is not kept for longer."""
@@ -84,6 +97,11 @@ _CONVOLUTIONS = {  # by whether they have few channels, and whether an instance 
     (True, False): FewChannels,
     (True, True): FewChannelsBeforeNorm,
 }
+
+
+def _observed(pooled: Tensor, carrier: Tensor) -> Tensor:
+    observed: Tensor = Observe.apply(pooled, carrier, pooled.dim() - 3, False)  # type: ignore[no-untyped-call]
+    return observed
 
 
 def _quick(x: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """How important a neuron is: eq. 2 to 4 of the paper, measured while autograd goes backward."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,17 +50,27 @@ class Observe(torch.autograd.Function):
         return gradient, taylor(activation.detach(), gradient.detach(), ctx.axis), None, None
 
 
-def moving_average(importance: Tensor, measured: Tensor, layer: Tensor, sizes: Tensor, rate: float) -> Tensor:
+def layer_means(measured: Tensor, sizes: Tensor, widths: Sequence[int]) -> Tensor:
+    """The mean of each layer, of all neurons of all layers in one row; a layer's size as a number, and in a tensor.
+
+    >>> layer_means(torch.tensor([3.0, 1.0, 5.0]), torch.tensor([2, 1]), [2, 1])
+    tensor([2., 5.])
+    """
+    if torch.compiler.is_compiling():  # where small operations become one kernel, and this one would be many
+        return torch.stack([values.mean() for values in measured.split_with_sizes(list(widths))])
+    return torch.segment_reduce(measured, "mean", lengths=sizes, unsafe=True)
+
+
+def moving_average(importance: Tensor, measured: Tensor, mean: Tensor, layer: Tensor, rate: float) -> Tensor:
     """Eq. 3 and 4: divide by the layer's mean and move the average towards the result by `rate`.
 
-    All neurons of all layers stand in one row: `layer` says of each which layer it is in, `sizes` how many a layer has.
-    A layer without a usable measurement (all zero, or not finite) keeps the importance it had.
+    All neurons of all layers stand in one row, and `layer` says of each which layer it is in. A layer without a usable
+    measurement (all zero, or not finite) keeps the importance it had.
 
-    >>> layer, sizes = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
-    >>> moving_average(torch.zeros(3), torch.tensor([3.0, 1.0, torch.nan]), layer, sizes, rate=0.5)
+    >>> mean, layer = torch.tensor([2.0, torch.nan]), torch.tensor([0, 0, 1])
+    >>> moving_average(torch.zeros(3), torch.tensor([3.0, 1.0, torch.nan]), mean, layer, rate=0.5)
     tensor([0.7500, 0.2500, 0.0000])
     """
-    mean = torch.segment_reduce(measured, "mean", lengths=sizes, unsafe=True)
     usable = (mean > 0) & (mean < torch.inf)
     normalised = measured / mean.index_select(0, layer)  # eq. 3
     average = torch.lerp(importance, normalised, rate)  # eq. 4

@@ -3,7 +3,8 @@
 Forward, a program takes one sample and some channels, whose planes it has in registers: mean, deviation, normalised
 values, and of each 2x2 window the largest, if it is above 0. Backward it reads the plane again and does the same, since
 that is quicker than to read what would have had to be stored. If asked to, it also gives the activity of each plane:
-the mean of what comes out of the ReLU, which is nowhere written.
+the mean of what comes out of the ReLU, which is nowhere written. And backward it has at hand what NPC measures, the sum
+over positions of n * dL/dn, so that this costs nothing but to write one number a plane.
 """
 
 from typing import NamedTuple
@@ -91,10 +92,12 @@ def _backward(
     mean_of,
     rstd_of,
     out,
+    taylor_of,
     height,
     width,
     channels,
     shows: tl.constexpr,
+    measures: tl.constexpr,
     window_block: tl.constexpr,
     channel_block: tl.constexpr,
 ):
@@ -114,6 +117,9 @@ def _backward(
     is_d = ~is_a & ~is_b & ~is_c
     at_a, at_b = tl.where(is_a, g, 0.0), tl.where(is_b, g, 0.0)
     at_c, at_d = tl.where(is_c, g, 0.0), tl.where(is_d, g, 0.0)
+    product = tl.sum(g * largest, 0)
+    if measures:
+        tl.store(taylor_of + plane, tl.abs(product) * 4 / size, mask=known)
     if shows:
         each = tl.load(slope_of_activity + plane, mask=known, other=0.0) / size
         everywhere = tl.where(present, each[None, :], 0.0)
@@ -123,7 +129,7 @@ def _backward(
         along = tl.sum(at_a * a + at_b * b + at_c * c + at_d * d, 0) / size
     else:
         total = tl.sum(g, 0) / size
-        along = tl.sum(g * largest, 0) / size
+        along = product / size
     to, below = out + within, width * channels
     tl.store(to, rstd * (at_a - total - a * along), mask=present)
     tl.store(to + channels, rstd * (at_b - total - b * along), mask=present)
@@ -161,9 +167,11 @@ def _room(x: Tensor, shows: bool) -> Parts:
 
 
 @torch.library.custom_op("holdfast::norm_relu_pool", mutates_args=())
-def norm_relu_pool(x: Tensor, shows: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Instance norm, ReLU and 2x2 max pooling of `x`; the means and the inverse deviations of its planes; and, if
     `shows`, how active they are between ReLU and pooling.
+
+    A `carrier`, one value per channel, gets `taylor` of what is pooled as its gradient, as from `Observe`.
     """
     x = x.contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
@@ -175,35 +183,43 @@ def norm_relu_pool(x: Tensor, shows: bool) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 @norm_relu_pool.register_fake
-def _(x: Tensor, shows: bool) -> Parts:
+def _(x: Tensor, shows: bool, carrier: Tensor | None) -> Parts:
     return _room(x, shows)
 
 
 @torch.library.custom_op("holdfast::norm_relu_pool_backward", mutates_args=())
-def _slopes(slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+def _slopes(
+    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, measures: bool
+) -> tuple[Tensor, Tensor]:
+    """The slope of `x` and, if it `measures`, `taylor` of what was pooled."""
     x, slope = (each.contiguous(memory_format=torch.channels_last) for each in (x, slope))
     shows = slope_of_activity is not None
     activity = mean if slope_of_activity is None else slope_of_activity.contiguous()
-    _, channels, height, width = x.shape
-    out = torch.empty_like(x)
+    sizes = x.shape[2], x.shape[3], x.shape[1]
+    out, each = torch.empty_like(x), torch.empty_like(mean) if measures else mean.new_empty(0)
     grid, *blocks, warps = _tile(x)
     with torch.cuda.device_of(x):
-        _backward[grid](x, slope, activity, mean, rstd, out, height, width, channels, shows, *blocks, num_warps=warps)
-    return out
+        _backward[grid](x, slope, activity, mean, rstd, out, each, *sizes, shows, measures, *blocks, num_warps=warps)
+    return out, each.sum(0) if measures else each  # here, since Inductor would make two kernels of this sum
 
 
 @_slopes.register_fake
-def _(slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.channels_last)
+def _(
+    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, measures: bool
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(x, memory_format=torch.channels_last)
+    return out, mean.new_empty(x.shape[1] if measures else 0)
 
 
 def _keep(ctx, inputs, output):
-    x, ctx.shows = inputs
+    x, ctx.shows, _ = inputs
     ctx.save_for_backward(x, output[1], output[2])
 
 
 def _differentiate(ctx, slope, _, __, slope_of_activity):
-    return _slopes(slope, slope_of_activity if ctx.shows else None, *ctx.saved_tensors), None
+    measures = ctx.needs_input_grad[2]
+    out, taylor = _slopes(slope, slope_of_activity if ctx.shows else None, *ctx.saved_tensors, measures)
+    return out, None, taylor if measures else None
 
 
 norm_relu_pool.register_autograd(_differentiate, setup_context=_keep)

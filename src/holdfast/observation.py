@@ -5,7 +5,8 @@ follows what is read off the autograd graph, so it does not matter how a model's
 
 ReLU, pooling and dropout keep the sum of n * dL/dn over positions (docs/npc.md). Where they stand next in an
 `nn.Sequential`, so that nothing else can see what comes between, the hook is put behind them: there are fewer values,
-and autograd keeps them anyway. The same goes for the dropout inside torch's transformer layers.
+and autograd keeps them anyway. The same goes for the dropout inside torch's transformer layers. A `NormReluPool` is all
+of that in one, and measures by itself.
 """
 
 import warnings
@@ -23,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.fast import NormReluPool
 from holdfast.hooks import Hook, Idle, inside_transform, needs_grad
 from holdfast.importance import Observe
 from holdfast.neurons import NORMS, Layer, Run, adopt, find_runs, neuron_axis
@@ -36,13 +38,15 @@ _NEEDS_SAMPLE = (
 class _Tap(Hook):
     """Hands the importance of the neurons seen at a module's output to their layers' carriers.
 
-    `place` is the module whose neurons they are: this one, or one that comes before it and has the same axes.
+    `place` is the module whose neurons they are: this one, or one that comes before it and has the same axes. If it is
+    `able`, it has measured them itself, as long as it has their carrier.
     """
 
-    def __init__(self, layers: Collection[Layer], place: nn.Module, copy: bool) -> None:
+    def __init__(self, layers: Collection[Layer], place: nn.Module, copy: bool, able: NormReluPool | None) -> None:
         self.layers = layers
         self.place = place
         self.copy = copy
+        self.able = able
         self.ran_eagerly = False
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -56,8 +60,21 @@ class _Tap(Hook):
                     layer.carrier = layer.new_carrier(output)
         for layer in self.layers:
             assert layer.carrier is not None
+            if self.able is not None and self.able.carrier is layer.carrier:
+                return None
             output = _observe(output, layer, layer.carrier, self.place, self.copy)
+        if not torch.compiler.is_compiling():
+            self.hand_over()
         return output
+
+    def hand_over(self) -> None:
+        """Let the module measure from now on, if it can."""
+        if self.able is not None:
+            (self.able.carrier,) = (layer.carrier for layer in self.layers)
+
+    def take_back(self) -> None:
+        if self.able is not None:
+            self.able.carrier = None
 
 
 class _Watch(Hook):
@@ -287,12 +304,15 @@ class Observation:
             at, run = place, self._runs.get(place)
             if run and all(number_of_places[layer] == 1 for layer in layers) and self._may_look_behind(run, layers):
                 at = run.modules[-1]
+            able = self._able(place, at, layers)
+            at = able or at
             for layer in layers:
                 role = at if at is not place else layer.modules[0] if place in self._layer_of else None
                 layer.carrier = self._carriers[layer, role]
                 if isinstance(place, NORMS):
                     adopt(layer, place, self._trained)
-            tap = _Tap(layers, place, copy=at in self._overwritten)
+            tap = _Tap(layers, place, at in self._overwritten, able)
+            tap.hand_over()
             self._taps[tap] = at.register_forward_hook(tap, prepend=True)
         self._keep_marking()
         self._forget()
@@ -349,6 +369,12 @@ class Observation:
             and all((layer, run.modules[-1]) in self._carriers for layer in layers)
         )
 
+    def _able(self, place: nn.Module, at: nn.Module, layers: list[Layer]) -> NormReluPool | None:
+        """The place, if it can measure by itself: for one layer and one optimizer, an output that stays as it is."""
+        if not isinstance(place, NormReluPool) or place.carrier is not None or len(layers) > 1:
+            return None
+        return place if self._overwritten.isdisjoint((place, at)) else None
+
     @property
     def compiled(self) -> bool:
         """Whether the model runs compiled, so that its user has a working compiler and wants it used."""
@@ -381,6 +407,8 @@ class Observation:
     def close(self) -> None:
         for handle in (*self._watches.values(), *self._taps.values(), *self._marks.values()):
             handle.remove()
+        for tap in self._taps:
+            tap.take_back()
         self._watches.clear()
         self._marks.clear()
         self._taps.clear()

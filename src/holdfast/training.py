@@ -331,8 +331,9 @@ class _Run:
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         loss = self.loss_of(x, y, self.active[self.task])
-        with self._autocast():
-            loss = loss + self.method.penalty()
+        if self.method._acts_through_loss:  # else it is zero
+            with self._autocast():
+                loss = loss + self.method.penalty()
         self.method.zero_grad()
         loss.backward()
         self.method.step()

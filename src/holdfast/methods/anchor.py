@@ -46,12 +46,17 @@ def pull_(
     >>> theta
     tensor([1.0000, 0.2500, 0.0000])
     """
-    share = list(torch._foreach_mul(list(importance), stiffness))  # s A / (1 + s A) of the way, also if s A is
-    torch._foreach_reciprocal_(share)  # infinite: 1 / (1 + 1 / (s A))
-    torch._foreach_add_(share, 1)
-    torch._foreach_reciprocal_(share)
+    if torch.compiler.is_compiling():  # where what happens to a tensor becomes one kernel, and lists of them stay lists
+        for value, weight, to in zip(values, importance, anchor, strict=True):
+            share = (weight * stiffness).reciprocal().add(1).reciprocal()
+            value.copy_(torch.lerp(value.to(to.dtype), to, share))
+        return
+    shares = list(torch._foreach_mul(list(importance), stiffness))  # s A / (1 + s A) of the way, also if s A is
+    torch._foreach_reciprocal_(shares)  # infinite: 1 / (1 + 1 / (s A))
+    torch._foreach_add_(shares, 1)
+    torch._foreach_reciprocal_(shares)
     exact = [value.to(to.dtype) for value, to in zip(values, anchor, strict=True)]
-    torch._foreach_lerp_(exact, list(anchor), share)
+    torch._foreach_lerp_(exact, list(anchor), shares)
     for value, moved in zip(values, exact, strict=True):
         if moved is not value:  # of lower precision than its anchor
             value.copy_(moved)

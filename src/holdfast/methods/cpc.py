@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.importance import precise
-from holdfast.methods.plastic import Plastic
+from holdfast.methods.plastic import Plastic, is_plain_sgd
 from holdfast.plasticity import limit_, plastic_bits, plasticity
 
 
@@ -42,6 +42,15 @@ def limit_all_(
     for i, (importance, tensor) in enumerate(zip(importances, changing, strict=True)):
         share = plasticity(importance, beta=beta, gain=gain).to(tensor.dtype)
         limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
+
+
+def control_(
+    importances: Sequence[Tensor], values: Sequence[Tensor], slopes: Sequence[Tensor], knobs: tuple[float, float, float]
+) -> None:
+    """In place, the new importances, and of every slope only so much as they allow; at once, to read all of it once."""
+    rate, beta, gain = knobs
+    measure_(importances, values, slopes, rate)
+    limit_all_(importances, slopes, None, beta, gain)
 
 
 class CPC(Plastic):
@@ -98,6 +107,10 @@ class CPC(Plastic):
                 importances.append(self._importance[name])
                 slopes.append(p.grad)
         values = [p.detach() for p in moving]
+        if is_plain_sgd(self.wrapped):
+            self._fused(control_, moving)(importances, values, slopes, (self.rate, self.beta, self.gain))
+            self.wrapped.step()
+            return
         self._fused(measure_, moving)(importances, values, slopes, self.rate)
         limit = self._fused(limit_all_, moving)
         self._limited_step(moving, lambda changing, before: limit(importances, changing, before, self.beta, self.gain))

@@ -99,6 +99,10 @@ class LwF(Method):
             total = total + distillation(select(new, head), select(old, head), self.temperature)
         return self.weight * total
 
+    def _update(self) -> None:
+        super()._update()
+        self._ear.heard = None  # which is not to be kept for longer where nothing was asked
+
     def close(self) -> None:
         self._handle.remove()
         self._ear.heard = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.fast import compiled
-from holdfast.importance import moving_average
+from holdfast.importance import layer_means, moving_average
 from holdfast.methods.method import several_processes
 from holdfast.methods.plastic import Plastic
 from holdfast.neurons import Layer, Spread, find_layers
@@ -103,29 +103,33 @@ class NPC(Plastic):
             self._start(measured)
         elif 0 < sum(values is None for values in measured) < len(measured):
             self._check_unmeasured(measured)
-        row, moving = self._row(measured), self._moving()
+        rows, moving = self._rows(measured), self._moving()
+        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
+        fuse = self._importance.is_cuda and self._observation.compiled
+        measure, limit = (compiled(measure_), compiled(limit_all_)) if fuse else (measure_, limit_all_)
+        knobs = self.rate, self.beta, self.gain
+        shares = measure(self._importance, rows, self._layer, self._sizes, self._widths, knobs)
         places = [(number, spread) for _, number, spread in moving]
         self._limited_step(
             [parameter for parameter, _, _ in moving],
-            lambda changing, before: self._control(row, changing, places, before),
+            lambda changing, before: limit(shares, self._widths, changing, places, before),
         )
 
-    def _row(self, measured: list[Tensor | None]) -> Tensor:
+    def _rows(self, measured: list[Tensor | None]) -> list[Tensor]:
         """The measurements of all layers one after another, of all processes together; 0 where there is none."""
         home = next((values.device for values in measured if values is not None), self._importance.device)
         if home != self._importance.device:  # the model was moved after this optimizer was built
             self._importance, self._sizes, self._layer = (
                 tensor.to(home) for tensor in (self._importance, self._sizes, self._layer)
             )
-        row = torch.cat(
-            [
-                self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
-                for layer, values in zip(self._layers, measured, strict=True)
-            ]
-        )
+        rows = [
+            self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
+            for layer, values in zip(self._layers, measured, strict=True)
+        ]
         if (group := self._observation.process_group) is not None:
-            dist.all_reduce(row, group=group)
-        return row
+            rows = [torch.cat(rows)]
+            dist.all_reduce(rows[0], group=group)
+        return rows
 
     def _moving(self) -> list[tuple[nn.Parameter, int, Spread]]:
         """The parameters under control that are about to change, and which layer's neurons lie in them how."""
@@ -135,14 +139,6 @@ class NPC(Plastic):
             for parameter, spread in layer.parameters
             if parameter.grad is not None
         ]
-
-    def _control(
-        self, row: Tensor, changing: list[Tensor], places: list[tuple[int, Spread]], before: list[Tensor] | None
-    ) -> None:
-        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
-        control = compiled(control_) if row.is_cuda and self._observation.compiled else control_
-        knobs = self.rate, self.beta, self.gain
-        control(self._importance, row, self._layer, self._sizes, self._widths, knobs, changing, places, before)
 
     # ---- the first step says what a user should know ----
 
@@ -197,25 +193,33 @@ class NPC(Plastic):
         super().close()
 
 
-def control_(
+def measure_(
     importance: Tensor,
-    row: Tensor,
+    rows: Sequence[Tensor],
     layer: Tensor,
     sizes: Tensor,
     widths: list[int],
     knobs: tuple[float, float, float],
+) -> Tensor:
+    """In place, the new importance; and the plasticity that comes of it."""
+    rate, beta, gain = knobs
+    row = torch.cat(list(rows))
+    importance.copy_(moving_average(importance, row, layer_means(row, sizes, widths), layer, rate))
+    return plasticity(importance, beta=beta, gain=gain)
+
+
+def limit_all_(
+    shares: Tensor,
+    widths: list[int],
     changing: Sequence[Tensor],
     places: Sequence[tuple[int, Spread]],
     before: Sequence[Tensor] | None,
 ) -> None:
-    """In place: the new importance, and only so much of every change as it allows.
+    """In place, only so much of every change as the plasticity of its neurons allows.
 
     `changing` are gradients, or parameters after their step if `before` says what they were; `places` says of each
     which layer's neurons lie in it, and how.
     """
-    rate, beta, gain = knobs
-    importance.copy_(moving_average(importance, row, layer, sizes, rate))
-    shares = plasticity(importance, beta=beta, gain=gain)
     split = {
         kind: list(zip(torch.split(share, widths), torch.split(plastic_bits(share, share.dtype), widths), strict=True))
         for kind in {(tensor.dtype, tensor.device) for tensor in changing}

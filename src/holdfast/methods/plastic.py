@@ -51,7 +51,7 @@ class Plastic(Method):
 
         `limit` gets gradients, or else the parameters after their step and what they were before it.
         """
-        if _is_plain_sgd(self.wrapped):
+        if is_plain_sgd(self.wrapped):
             # Its change is proportional to the gradient: eq. 11 to the letter, and no copy is needed.
             limit([p.grad for p in parameters if p.grad is not None], None)
             self.wrapped.step()
@@ -76,7 +76,7 @@ class Plastic(Method):
         raise NotImplementedError
 
 
-def _is_plain_sgd(optimizer: Optimizer) -> bool:
+def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer) is SGD and not any(
         group["momentum"] or group["weight_decay"] or group["maximize"] for group in optimizer.param_groups
     )

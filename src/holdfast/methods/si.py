@@ -1,6 +1,6 @@
 """Synaptic intelligence (Zenke et al., 2017)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,24 @@ def path_importance(importance: Tensor, path: Tensor, moved: Tensor, xi: float) 
     tensor([3., 0.])
     """
     return torch.relu(importance + path / (moved.square() + xi))
+
+
+def exact_copies(values: Sequence[Tensor]) -> list[Tensor]:
+    kept = [torch.empty_like(value, dtype=precise(value.dtype)) for value in values]
+    torch._foreach_copy_(kept, list(values))
+    return kept
+
+
+def walk_(path: Sequence[Tensor], slopes: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """In place, by how much more the loss has fallen along the path: by minus the slope times the change.
+
+    >>> path = torch.tensor([1.0, 1.0])
+    >>> walk_([path], [torch.tensor([2.0, 2.0])], [torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 2.5])])
+    >>> path
+    tensor([1., 2.])
+    """
+    exact = [value.to(old.dtype) for value, old in zip(after, before, strict=True)]
+    torch._foreach_addcmul_(list(path), list(slopes), torch._foreach_sub(list(before), exact))
 
 
 class SI(Anchored):
@@ -54,7 +72,8 @@ class SI(Anchored):
 
     def _update(self) -> None:
         moving = {name: p for p, name in self._names.items() if p.grad is not None}
-        before = [p.to(precise(p.dtype), copy=True) for p in moving.values()]
+        values = [p.detach() for p in moving.values()]
+        before = self._fused(exact_copies, values)(values)
         for name, value in zip(moving, before, strict=True):
             if name in self._path:
                 self._path[name] = self._path[name].to(value.device)
@@ -63,9 +82,9 @@ class SI(Anchored):
                 self._anchor[name] = value
         slopes = self._bare_gradients()
         super()._update()
-        after = [p.to(precise(p.dtype)) for p in moving.values()]
         path = [self._path[name] for name in moving]
-        torch._foreach_addcmul_(path, [slopes[name] for name in moving], torch._foreach_sub(before, after))
+        after = [p.detach() for p in moving.values()]
+        self._fused(walk_, after)(path, [slopes[name] for name in moving], before, after)
 
     def _bare_gradients(self) -> dict[str, Tensor]:
         """The gradients of the loss without the pull, and of a loss that falls also where an optimizer maximizes."""
