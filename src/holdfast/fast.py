@@ -39,10 +39,9 @@ class NormReluPool(nn.InstanceNorm2d):
         self.activity = activity if self.shows else None
         return pooled
 
-    def take_activity(self) -> Tensor:
+    def take_activity(self) -> Tensor | None:
         """The mean over positions in the last forward, [sample, channel]; once, so that it is not kept for longer."""
         activity, self.activity = self.activity, None
-        assert activity is not None
         return activity
 
 
