@@ -3,6 +3,7 @@
     python results/variations.py --data ~/datasets            # all of them, or
     python results/variations.py "npc, black border" --seeds 1
 
+`--epochs` counts passes over as many images as the copy of CIFAR-100 has: 30 with all of it, 60 with only 50 classes.
 Each run is a file in results/variations/: its record as JSON, as of any run. What is there already is not run again.
 """
 
@@ -49,11 +50,13 @@ VARIATIONS = {
     "npc, seen before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
     "npc, no dropout": Variation("npc", model="no_dropout"),
     "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
-    "npc, learning rate 0.05": Variation("npc", lr=0.05),
+    "npc, largest rate 0.05": Variation("npc", {"gain": 2.0}, lr=0.05),  # eta_max of the paper, with its alpha of 0.1
+    "cpc, largest rate 0.05": Variation("cpc", {"gain": 2.0}, lr=0.05),
     "ewc, in the loss, 300": Variation("ewc", {"penalty": "loss", "strength": 300.0}),
     "mas, in the loss, 1": Variation("mas", {"penalty": "loss", "strength": 1.0}),
     "si, in the loss, 0.1": Variation("si", {"penalty": "loss", "strength": 0.1}),
     "si, in the loss, 0.001": Variation("si", {"penalty": "loss", "strength": 0.001}),
+    "ssl, in the loss, 1": Variation("ssl", {"penalty": "loss", "strength": 1.0}),
     "ewc, 300": Variation("ewc", {"strength": 300.0}),
     "ewc, frozen after the first task": Variation("ewc", {"strength": 1e12}),
 }

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from holdfast.cli import app
 from holdfast.models import paper_cnn
 from holdfast.study import paper
-from holdfast.study.records import Entry, Study, read_json
+from holdfast.study.records import Entry, Run, Study, read_json
 from holdfast.study.tables import Row, compare
 from test_sources import records
 
@@ -80,8 +81,10 @@ def test_the_chosen_settings_are_those_that_the_search_found() -> None:
 
 def test_the_table_beside_the_paper_s() -> None:
     found, lines = rows("icifar100"), iter(table("Table 1: iCIFAR100"))
+    left = {*found} - {"npc off"}
     for name, *cells in lines:
         row = found[NAMES.get(name, name.lower())]
+        left.remove(row.name)
         final = row.metric("final")
         assert final is not None
         ours = [each.percent() for each in (*row.tasks, final)]
@@ -91,6 +94,7 @@ def test_the_table_beside_the_paper_s() -> None:
             continue
         assert cells == [("*" if pair.differ else "") + here for pair, here in zip(pairs, ours, strict=True)]
         assert next(lines) == ["paper", *(pair.theirs.percent() for pair in pairs)]
+    assert not left
 
 
 def test_the_table_of_the_readme() -> None:
@@ -119,8 +123,12 @@ def test_the_searches_at_full_length() -> None:
         search = read_json(path)
         curve = ", ".join(f"{tried['value']:g}: {100 * tried['final']['mean']:.1f}" for tried in search["curve"])
         found[search["plan"]["method"]] = curve
-    cells = {re.split(",", name)[0].lower(): curve for name, curve, *_ in table("Where the settings come from")}
-    assert cells == found
+    lines = {name.split(",")[0].lower(): cells for name, *cells in table("Where the settings come from")}
+    assert {name: curve for name, (curve, _, _) in lines.items()} == found
+    for name, (_, chosen, printed) in lines.items():
+        over = "beta" if name in ("npc", "cpc") else "strength"
+        assert float(chosen) == rows("icifar100")[name].entries[0].run.plan["settings"][over]
+        assert printed == f"{paper.SETTINGS['icifar100'][name].get(over, 'not given')}".removesuffix(".0")
 
 
 def neurons_of(name: str) -> Iterator[dict[str, Any]]:
@@ -133,7 +141,9 @@ def _neurons(entry: Entry) -> dict[str, Any]:
 
 
 def test_how_many_neurons_were_frozen() -> None:
-    for layer, *cells in table("What NPC does there"):
+    lines = table("What NPC does there")
+    assert [layer for layer, *_ in lines] == ["conv1", "conv2", "conv3", "hidden"]
+    for layer, *cells in lines:
         for task, cell in enumerate(cells):
             shares = []
             for found in neurons_of("npc"):
@@ -150,13 +160,61 @@ def test_figure_3() -> None:
             groups = [
                 fmean(change[measure]["means"][group] for change in changes) for group in ("all", "most", "least")
             ]
-            found[name, measure] = [f"{value:{digits}}" if value < 1 else f"{value:.3g}" for value in groups]
+            found[name, measure] = [f"{value:{digits}}" if value < 1 else f"{value:.1f}" for value in groups]
     printed, *lines = (cells for _, *cells in table("Figure 3"))
     assert printed == ["0.383", "0.094", "0.667"]
     order = [("npc", "absolute"), ("npc off", "absolute"), ("npc", "relative"), ("npc off", "relative")]
-    assert [[float(cell) for cell in cells] for cells in lines] == pytest.approx(
-        np.array([[float(value) for value in found[key]] for key in order]), rel=0.02
-    )
+    assert lines == [found[key] for key in order]
+
+
+def test_numbers_in_the_text() -> None:
+    found, text = rows("icifar100"), " ".join(DOCUMENT.read_text().split())
+    final = {name: row.metric("final") for name, row in found.items()}
+    forgotten = {name: 100 * row.metric("forgetting").mean for name, row in found.items()}
+    learnt = {
+        name: fmean(record.matrix[task][task] for record in found[name].records for task in range(1, 5))
+        for name in ("npc", "finetune")
+    }
+    for rival in ("si", "ewc"):
+        lead = final["npc"].mean - final[rival].mean
+        assert f"{100 * lead:.1f} ({100 * np.hypot(final['npc'].error, final[rival].error):.1f})" in text
+    others = [forgotten[name] for name in ("si", "cpc", "ssl", "mas")]
+    assert f"({forgotten['npc']:.1f} points; they {min(others):.1f} to {max(others):.1f})" in text
+    percent = {name: f"{100 * value:.0f}%" for name, value in learnt.items()}
+    assert f"{percent['npc']} right after learning, fine-tuning {percent['finetune']}" in text
+    silent = {name: [neurons["change"]["silent"] for neurons in neurons_of(name)] for name in ("npc", "npc off")}
+    kept, free = silent["npc"], silent["npc off"]
+    assert f"{min(kept)} to {max(kept)} of the 512 neurons hardly vary with NPC, {min(free)} to {max(free)}" in text
+    assert f"after {np.log(0.3) / np.log(1 - 5e-4):,.0f} steps" in text
+
+
+def commands() -> list[list[str]]:
+    """Those of the README of the results, but for the search that was cut off."""
+    blocks = re.findall(r"```console\n(.*?)```", (RESULTS / "README.md").read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("holdfast") and "search-short" not in line]
+
+
+def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, set[str]] = {}
+
+    def record(study: Study, runs: list[Run], *_: Any, **__: Any) -> list[Entry]:
+        made.setdefault(study.folder.name, set()).update(run.id for run in runs)
+        return [Study(RESULTS / study.folder.name).look(run) for run in runs]
+
+    monkeypatch.setattr("holdfast.study.running.on_gpu", lambda how: True)
+    monkeypatch.setattr("holdfast.cli._execute", record)
+    monkeypatch.setattr("holdfast.cli._carry_out", record)
+    for command in commands():
+        at = command.index("--out") + 1
+        command[at] = str(tmp_path / Path(command[at]).name)
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert {*made} == {"icifar100", "icifar100-paper", "icifar100-search"}
+    for study, runs in made.items():
+        assert runs == {entry.run.id for entry in Study(RESULTS / study).entries}
+        for path in (tmp_path / study).glob("sweeps/*.json"):
+            assert (RESULTS / study / "sweeps" / path.name).exists()
 
 
 # ---- what made them, scaled down ----

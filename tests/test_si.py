@@ -1,9 +1,12 @@
 """SI against its definition in plain loops, and against the integral it stands for."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 
 import holdfast
 from helpers import mlp, parameters_of
@@ -22,8 +25,9 @@ def bare_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["proximal", "loss"])
-@pytest.mark.parametrize("optimizer", [SGD, Adam])
-def test_as_defined_with_the_gradient_of_the_bare_loss(form: Form, optimizer: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("optimizer", [SGD, Adam, partial(SGD, momentum=0.9, nesterov=True, foreach=True)])
+def test_as_defined_with_the_gradient_of_the_bare_loss(form: Form, optimizer: Callable[..., Optimizer]) -> None:
+    """Also of an optimizer that changes the gradients themselves."""
     model = mlp().double()
     method = holdfast.SI(model, optimizer(model.parameters(), lr=0.05), strength=STRENGTH, xi=XI, penalty=form)
     big = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}

@@ -13,6 +13,8 @@ from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, read
 from holdfast.training import Plan
 from test_exports import entry
 
+TEXT = {"value": 1.0, "final": {"mean": "high", "error": None, "runs": 1}}
+
 
 def outcomes(peak: float, seen: list[Run]) -> Execute:
     """Runs that are the better the closer the setting is to `peak`, in decades; none comes to its end above 100."""
@@ -83,9 +85,11 @@ def test_a_second_search_adds_to_the_first(tmp_path: Path) -> None:
 def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     found = search("digits", Plan("ewc", lr=0.2), "strength", 2, outcomes(4, []), tasks=3)
     found.save(tmp_path)
-    (tmp_path / "sweeps" / "zzz.json").write_text('{"curve": 3}')
-    with pytest.warns(UserWarning, match=r"zzz\.json is no search"):
-        (again,) = read(tmp_path)
+    damaged = tmp_path / "sweeps" / "zzz.json"
+    for change in ({"curve": 3}, {"curve": []}, {"plan": {"method": "ewc", "settings": {}}}, {"curve": [TEXT]}):
+        damaged.write_text(json.dumps(found.as_dict() | change))
+        with pytest.warns(UserWarning, match=r"zzz\.json is no search"):
+            (again,) = read(tmp_path)
     assert again.as_dict() == found.as_dict()
     assert again.best == found.best
     assert read(tmp_path / "elsewhere") == []

@@ -53,10 +53,9 @@ class NormReluPool(nn.InstanceNorm2d):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "activity": None, "carrier": None}  # of this module only, not of its copies
 
-    def take_activity(self) -> Tensor:
+    def take_activity(self) -> Tensor | None:
         """The mean over positions in the last forward, [sample, channel]; once, so that it is not kept for longer."""
         activity, self.activity = self.activity, None
-        assert activity is not None
         return activity
 
 

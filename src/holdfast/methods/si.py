@@ -94,7 +94,7 @@ class SI(Anchored):
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 importance, anchor = memory
-                slope = p.grad.to_dense().to(anchor.dtype)
+                slope = p.grad.to_dense().to(anchor.dtype, copy=bool(group.get("nesterov")))  # which SGD adds to it
                 slope = -slope if group.get("maximize") else slope
                 if self.form == "loss":
                     slope = slope - 2 * self.strength * importance * (p - anchor)

@@ -101,16 +101,13 @@ class _Keep(Hook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         name, self.record.called = self.record.called, None
+        shown = module.take_activity() if isinstance(module, NormReluPool) else None
         if name is None or not (torch.is_grad_enabled() and needs_grad(output)) or inside_transform():
             return
         axis = neuron_axis(self.record.layers[name], output)
         if self.record.whole:
-            neurons = output
-        elif isinstance(module, NormReluPool):
-            neurons = module.take_activity()
-        else:
-            neurons = over_positions(output, axis)
-        self.record.kept.append((name, axis, neurons))
+            shown = output
+        self.record.kept.append((name, axis, over_positions(output, axis) if shown is None else shown))
 
 
 def over_positions(activation: Tensor, axis: int) -> Tensor:

@@ -629,13 +629,16 @@ def _curve(axes: Axes, sweep: Sweep, low: float) -> None:
 
 
 def _value_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Over decades where values span some, and otherwise as they are."""
-    if values[0] > 0 and values[-1] >= 10 * values[0]:
+    """Over decades where values span some, and otherwise as they are; a few values are all named."""
+    wide = values[0] > 0 and values[-1] >= 5 * values[0]
+    if wide:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(numticks=5))
         axes.xaxis.set_minor_formatter(NullFormatter())
+    if len(values) <= 5:
+        axes.set_xticks(values)
+        axes.minorticks_off()
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_locator(LogLocator(numticks=5) if wide else MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

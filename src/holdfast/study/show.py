@@ -1,6 +1,8 @@
 """A study in the terminal: progress while it runs, and tables."""
 
+import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -38,6 +40,7 @@ class Bars:
 
     def __enter__(self) -> Self:
         self.progress.start()
+        self.began_at = time.monotonic()
         self.all = self.progress.add_task(f"[bold]{self.runs} runs", total=self.runs, accuracy="")
         return self
 
@@ -45,6 +48,8 @@ class Bars:
         for bar in self.bars.values():
             self.progress.remove_task(bar)
         self.progress.stop()
+        took = timedelta(seconds=round(time.monotonic() - self.began_at))
+        self.console.print(f"{self.ended_so_far} of {self.runs} runs in {took}", highlight=False)
 
     def began(self, run: Run) -> None:
         if run.id not in self.bars:

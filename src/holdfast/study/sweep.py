@@ -38,7 +38,7 @@ class Tried:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         final = data["final"]
-        return cls(data["value"], None if final is None else Estimate(**final))
+        return cls(_finite(data["value"]), None if final is None else _estimate(**final))
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,13 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        plan = data["plan"]
+        plan = data["plan"] | {name: _finite(data["plan"][name]) for name in ("epochs", "width")}
         name = default_name(plan["method"], plan["settings"])
         common = Run(data["stream"], plan, data["tasks"], name, id="")
-        return cls(common, data["over"], data["seeds"], [Tried.from_dict(tried) for tried in data["curve"]])
+        curve = sorted((Tried.from_dict(tried) for tried in data["curve"]), key=lambda tried: tried.value)
+        if not curve:
+            raise ValueError("it has no values")
+        return cls(common, data["over"], data["seeds"], curve)
 
     def path(self, folder: Path) -> Path:
         return folder / "sweeps" / f"{self.common.id}-{self.over}-{self.seeds}.json"
@@ -101,7 +104,17 @@ class Sweep:
         return self.path(folder)
 
 
-UNREADABLE = (StudyError, LookupError, TypeError, AttributeError)
+UNREADABLE = (StudyError, LookupError, TypeError, ValueError, AttributeError)
+
+
+def _estimate(mean: float, error: float | None, runs: int) -> Estimate:
+    return Estimate(_finite(mean), None if error is None else _finite(error), int(runs))
+
+
+def _finite(value: float) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
 
 
 def read(folder: Path) -> list[Sweep]:
