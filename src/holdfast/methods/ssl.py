@@ -193,6 +193,10 @@ class SSL(MAS):
             term: Tensor = self.sparsity * crowded(layers)
         return total + term
 
+    def _update(self) -> None:
+        super()._update()
+        self._record.take()  # which is not to be kept for longer where nothing was asked
+
     def _check_width(self, name: str, neurons: Tensor) -> None:
         width = width_of(self._record.layers[name])
         if neurons.shape[1] != width:

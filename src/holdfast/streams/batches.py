@@ -123,10 +123,11 @@ def plain_pass(stream: Stream, places: Tensor) -> Pass:
 
 
 @torch.no_grad()
-def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -> Batch:
+def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None, *, fuse: bool = True) -> Batch:
     """Normalised inputs of a model, [sample, channel, height, width], and labels.
 
-    `taken` are the part's images, if they are not resident and at hand.
+    `taken` are the part's images, if they are not resident and at hand. Without `fuse` nothing is compiled, as is best
+    for batches of many sizes.
     """
     here, pixels, labels = part.to(images.device), images.pixels, images.labels
     if not images.resident:
@@ -135,7 +136,8 @@ def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None) -
         labels = labels[here.places]
         here = replace(here, places=torch.arange(len(pixels), device=pixels.device))
     colours, frame = (images.fill, images.mean, images.std), images.stream.frame
-    x, y = images.prepare(pixels, labels, here.tensors, images.order_of(task), colours, frame.size, frame.padding)
+    prepare = images.prepare if fuse else prepared
+    x, y = prepare(pixels, labels, here.tensors, images.order_of(task), colours, frame.size, frame.padding)
     return rotate(x, task.angle) if task.angle else x, y
 
 
@@ -205,7 +207,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         whole = self.images.bring(self.whole)
         for start in range(0, len(whole.places), self.size):
-            yield batch(self.images, self.task, whole[slice(start, start + self.size)])
+            yield batch(self.images, self.task, whole[slice(start, start + self.size)], fuse=False)
 
 
 class Shuffled:
