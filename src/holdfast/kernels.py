@@ -1,10 +1,10 @@
-"""Instance norm, ReLU and 2x2 max pooling in one kernel for GPUs: the plane of a filter is read once and never written.
+"""Instance norm, ReLU and 2x2 max pooling in one kernel for GPUs: what is between is never written.
 
-Forward, a program takes one sample and some channels, whose planes it has in registers: mean, deviation, normalised
-values, and of each 2x2 window the largest, if it is above 0. Backward it reads the plane again and does the same, since
-that is quicker than to read what would have had to be stored. If asked to, it also gives the activity of each plane:
-the mean of what comes out of the ReLU, which is nowhere written. And backward it has at hand what NPC measures, the sum
-over positions of n * dL/dn, so that this costs nothing but to write one number a plane.
+A program takes one sample and some channels, and goes twice over their planes: forward, for mean and deviation, and
+then for the largest value of each 2x2 window, if it is above 0; backward, for two sums over the plane, and then for
+the slopes. The second time the plane comes from the cache. If asked to, forward also gives the activity of each
+plane: the mean of what comes out of the ReLU. And backward it has at hand what NPC measures, the sum over positions
+of n * dL/dn, so that this costs nothing but to write one number a plane.
 """
 
 from typing import NamedTuple
@@ -16,25 +16,27 @@ from torch import Tensor
 
 from holdfast.fast import EPS
 
-_FEW, _MANY = 4096, 8192  # elements of a pooled tile; what one program holds is four times as much
-_CHANNELS = 32  # that lie side by side are worth reading together, even if the tile gets larger by it
+_ELEMENTS, _CHANNELS = 1024, 32  # of a pooled tile, and of those that lie side by side, at least if there are as many
 
 
 @triton.jit
-def _places(height, width, channels, window_block: tl.constexpr, channel_block: tl.constexpr):
-    """Where the windows and channels of this program lie: in an image [height, width, channel], pooled, and by plane.
+def _program(channels, channel_block: tl.constexpr):
+    """The sample and the channels of this program, the numbers of their planes, and which of the channels there are."""
+    sample = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * channel_block + tl.arange(0, channel_block)
+    return sample, channel, sample * channels + channel, channel < channels
 
-    And which of the windows and of the channels there are, since the blocks are powers of two.
-    """
-    sample, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+
+@triton.jit
+def _places(start, sample, channel, height, width, channels, window_block: tl.constexpr):
+    """Where some windows lie in an image [height, width, channel] and pooled, and which of them there are."""
     windows = (height // 2) * (width // 2)
-    at, channel = tl.arange(0, window_block), block * channel_block + tl.arange(0, channel_block)
-    present = (at < windows)[:, None] & (channel < channels)[None, :]
+    at = start + tl.arange(0, window_block)
     row, column = at // (width // 2), at % (width // 2)
     corner = ((sample * height + 2 * row) * width + 2 * column) * channels
-    within = corner[:, None] + channel[None, :]
     pooled = (sample * windows + at)[:, None] * channels + channel[None, :]
-    return within, pooled, sample * channels + channel, present, channel < channels
+    present = (at < windows)[:, None] & (channel < channels)[None, :]
+    return corner[:, None] + channel[None, :], pooled, present
 
 
 @triton.jit
@@ -68,20 +70,35 @@ def _forward(
     window_block: tl.constexpr,
     channel_block: tl.constexpr,
 ):
-    within, pooled, plane, present, known = _places(height, width, channels, window_block, channel_block)
-    size = 4 * (height // 2) * (width // 2)
-    a, b, c, d = _window(x + within, width, channels, present)
-    mean = tl.sum(a + b + c + d, 0) / size
-    there = present.to(tl.float32)
-    a, b, c, d = (a - mean) * there, (b - mean) * there, (c - mean) * there, (d - mean) * there
-    rstd = 1 / tl.sqrt(tl.sum(a * a + b * b + c * c + d * d, 0) / size + eps)
-    largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d)) * rstd
-    tl.store(out + pooled, _positive(largest), mask=present)
+    sample, channel, plane, known = _program(channels, channel_block)
+    windows = (height // 2) * (width // 2)
+    # Sums of what is left over a first value, so that the square of a large mean does not drown the deviation.
+    first = tl.load(x + sample * height * width * channels + channel, mask=known, other=0.0).to(tl.float32)
+    total = tl.zeros([window_block, channel_block], tl.float32)
+    squares = tl.zeros([window_block, channel_block], tl.float32)
+    for start in range(0, windows, window_block):
+        within, _, present = _places(start, sample, channel, height, width, channels, window_block)
+        a, b, c, d = _window(x + within, width, channels, present)
+        there = present.to(tl.float32)
+        a, b, c, d = (a - first) * there, (b - first) * there, (c - first) * there, (d - first) * there
+        total += (a + b) + (c + d)
+        squares += (a * a + b * b) + (c * c + d * d)
+    over = tl.sum(total, 0) / (4 * windows)
+    mean = first + over
+    rstd = 1 / tl.sqrt(_positive(tl.sum(squares, 0) / (4 * windows) - over * over) + eps)
+    active = tl.zeros([window_block, channel_block], tl.float32)
+    for start in range(0, windows, window_block):
+        within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
+        a, b, c, d = _window(x + within, width, channels, present)
+        largest = (tl.maximum(tl.maximum(a, b), tl.maximum(c, d)) - mean) * rstd
+        tl.store(out + pooled, _positive(largest), mask=present)
+        if shows:
+            above = (_positive(a - mean) + _positive(b - mean)) + (_positive(c - mean) + _positive(d - mean))
+            active += above * present.to(tl.float32)
     tl.store(mean_of + plane, mean, mask=known)
     tl.store(rstd_of + plane, rstd, mask=known)
     if shows:
-        active = tl.sum(_positive(a) + _positive(b) + _positive(c) + _positive(d), 0)
-        tl.store(activity_of + plane, active * rstd / size, mask=known)
+        tl.store(activity_of + plane, tl.sum(active, 0) * rstd / (4 * windows), mask=known)
 
 
 @triton.jit
@@ -101,40 +118,63 @@ def _backward(
     window_block: tl.constexpr,
     channel_block: tl.constexpr,
 ):
-    within, pooled, plane, present, known = _places(height, width, channels, window_block, channel_block)
-    size = 4 * (height // 2) * (width // 2)
+    sample, channel, plane, known = _program(channels, channel_block)
+    windows = (height // 2) * (width // 2)
     mean = tl.load(mean_of + plane, mask=known, other=0.0)
     rstd = tl.load(rstd_of + plane, mask=known, other=0.0)
-    a, b, c, d = _window(x + within, width, channels, present)
-    a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
-    largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    g = tl.load(slope + pooled, mask=present, other=0.0).to(tl.float32)
-    g = tl.where(largest > 0, g, 0.0)
-    # The slope goes to the first of the window's largest values, as in torch.
-    is_a = a == largest
-    is_b = (b == largest) & ~is_a
-    is_c = (c == largest) & ~is_a & ~is_b
-    is_d = ~is_a & ~is_b & ~is_c
-    at_a, at_b = tl.where(is_a, g, 0.0), tl.where(is_b, g, 0.0)
-    at_c, at_d = tl.where(is_c, g, 0.0), tl.where(is_d, g, 0.0)
-    product = tl.sum(g * largest, 0)
+    slopes = tl.zeros([window_block, channel_block], tl.float32)
+    products = tl.zeros([window_block, channel_block], tl.float32)
+    number = tl.zeros([window_block, channel_block], tl.float32)
+    active = tl.zeros([window_block, channel_block], tl.float32)
+    for start in range(0, windows, window_block):
+        within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
+        a, b, c, d = _window(x + within, width, channels, present)
+        largest = (tl.maximum(tl.maximum(a, b), tl.maximum(c, d)) - mean) * rstd
+        g = tl.load(slope + pooled, mask=present, other=0.0).to(tl.float32)
+        g = tl.where(largest > 0, g, 0.0)
+        slopes += g
+        products += g * largest
+        if shows:
+            a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
+            there = present.to(tl.float32)
+            above = ((a > 0).to(tl.float32) + (b > 0).to(tl.float32)) + (
+                (c > 0).to(tl.float32) + (d > 0).to(tl.float32)
+            )
+            number += above * there
+            active += ((_positive(a) + _positive(b)) + (_positive(c) + _positive(d))) * there
+    product = tl.sum(products, 0)
+    total = tl.sum(slopes, 0)
+    along = product
     if measures:
-        tl.store(taylor_of + plane, tl.abs(product) * 4 / size, mask=known)
+        tl.store(taylor_of + plane, tl.abs(product) / windows, mask=known)
+    each = tl.zeros([channel_block], tl.float32)
     if shows:
-        each = tl.load(slope_of_activity + plane, mask=known, other=0.0) / size
-        everywhere = tl.where(present, each[None, :], 0.0)
-        at_a, at_b = at_a + tl.where(a > 0, everywhere, 0.0), at_b + tl.where(b > 0, everywhere, 0.0)
-        at_c, at_d = at_c + tl.where(c > 0, everywhere, 0.0), at_d + tl.where(d > 0, everywhere, 0.0)
-        total = tl.sum(at_a + at_b + at_c + at_d, 0) / size
-        along = tl.sum(at_a * a + at_b * b + at_c * c + at_d * d, 0) / size
-    else:
-        total = tl.sum(g, 0) / size
-        along = product / size
-    to, below = out + within, width * channels
-    tl.store(to, rstd * (at_a - total - a * along), mask=present)
-    tl.store(to + channels, rstd * (at_b - total - b * along), mask=present)
-    tl.store(to + below, rstd * (at_c - total - c * along), mask=present)
-    tl.store(to + below + channels, rstd * (at_d - total - d * along), mask=present)
+        each = tl.load(slope_of_activity + plane, mask=known, other=0.0) / (4 * windows)
+        total += each * tl.sum(number, 0)
+        along += each * tl.sum(active, 0)
+    total, along = total / (4 * windows), along / (4 * windows)
+    for start in range(0, windows, window_block):
+        within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
+        a, b, c, d = _window(x + within, width, channels, present)
+        a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
+        largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+        g = tl.load(slope + pooled, mask=present, other=0.0).to(tl.float32)
+        g = tl.where(largest > 0, g, 0.0)
+        # The slope goes to the first of the window's largest values, as in torch.
+        is_a = a == largest
+        is_b = (b == largest) & ~is_a
+        is_c = (c == largest) & ~is_a & ~is_b
+        is_d = ~is_a & ~is_b & ~is_c
+        at_a, at_b = tl.where(is_a, g, 0.0), tl.where(is_b, g, 0.0)
+        at_c, at_d = tl.where(is_c, g, 0.0), tl.where(is_d, g, 0.0)
+        if shows:
+            at_a, at_b = at_a + tl.where(a > 0, each, 0.0), at_b + tl.where(b > 0, each, 0.0)
+            at_c, at_d = at_c + tl.where(c > 0, each, 0.0), at_d + tl.where(d > 0, each, 0.0)
+        to, below = out + within, width * channels
+        tl.store(to, rstd * (at_a - total - a * along), mask=present)
+        tl.store(to + channels, rstd * (at_b - total - b * along), mask=present)
+        tl.store(to + below, rstd * (at_c - total - c * along), mask=present)
+        tl.store(to + below + channels, rstd * (at_d - total - d * along), mask=present)
 
 
 class _Tile(NamedTuple):
@@ -142,17 +182,15 @@ class _Tile(NamedTuple):
     """How many programs there are."""
     windows: int
     channels: int
-    """How many of them each has."""
-    warps: int
+    """How many of them each takes at a time."""
+    warps: int = 4
 
 
 def _tile(x: Tensor) -> _Tile:
-    """Sizes that were the fastest of some on an H200 for the layers of the paper's network."""
     samples, channels, height, width = x.shape
-    windows = triton.next_power_of_2(height // 2 * (width // 2))
-    wanted = min(max(_CHANNELS, _FEW // windows), _MANY // windows)
-    block = max(1, min(triton.next_power_of_2(channels), wanted))
-    return _Tile((samples, triton.cdiv(channels, block)), windows, block, 4 if windows * block <= _FEW else 8)
+    most = triton.next_power_of_2(height // 2 * (width // 2))
+    wide = min(triton.next_power_of_2(channels), max(_CHANNELS, _ELEMENTS // most))
+    return _Tile((samples, triton.cdiv(channels, wide)), min(most, _ELEMENTS // wide), wide)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]
