@@ -105,6 +105,15 @@ def test_frozen_whatever_the_wrapped_optimizer_does(optimizer_class: type[SGD]) 
         assert parameter[~frozen].isnan().all()
 
 
+def test_the_mean_importance_of_a_layer_depends_on_the_steps_alone() -> None:
+    model = mlp()
+    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=0.1)
+    for step in range(1, 30):
+        train(model, optimizer, [torch.randn(16, 4)])
+        for values in optimizer.importance.values():
+            assert float(values.mean()) == pytest.approx(1 - 0.9**step, rel=1e-4)
+
+
 def test_free_modules_keep_the_full_rate() -> None:
     model, bare = mlp(), mlp()
     bare.load_state_dict(model.state_dict())

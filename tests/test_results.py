@@ -167,6 +167,13 @@ def test_figure_3() -> None:
     assert lines == [found[key] for key in order]
 
 
+@pytest.mark.parametrize("kind", ["average", "importance"])
+def test_the_figures_in_the_document(kind: str) -> None:
+    shown = ROOT / "docs" / "images" / f"icifar100-{kind}.png"
+    assert shown.read_bytes() == (RESULTS / "icifar100" / "figures" / f"{kind}-icifar100-5-test.png").read_bytes()
+    assert f"images/{shown.name}" in DOCUMENT.read_text()
+
+
 def test_numbers_in_the_text() -> None:
     found, text = rows("icifar100"), " ".join(DOCUMENT.read_text().split())
     final = {name: row.metric("final") for name, row in found.items()}
