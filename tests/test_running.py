@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,6 +230,23 @@ def test_an_interruption_is_heard_at_every_moment(tmp_path: Path, after: float) 
     assert process.returncode == 130
     assert "goes on where it was" in said
     assert "Traceback" not in said
+
+
+def test_an_interrupt_that_another_thread_takes_waits_too() -> None:
+    done, reached = threading.Event(), False
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), running._interrupts_wait():  # noqa: PT012
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            time.sleep(0.1)
+            reached = True
+    finally:
+        done.set()
+        other.join()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_process_that_dies_every_time_is_a_failure_of_its_run(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ them is at, the others leave alone, and what one of them leaves unfinished, anot
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
@@ -112,8 +113,9 @@ class Ended(NamedTuple):
 
 def _work(pipe: Connection, folder: Path, how: How, threads: int) -> None:
     """Do the runs that come through the pipe, until it is closed."""
-    with _interrupts_wait():  # as they have since the process was started
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # but in a run, which then stops at the end of a step
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but in a run, which then stops at the end of a step
+    if hasattr(signal, "pthread_sigmask"):  # they have waited since the process was started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     warn_in_one_line()
     torch.set_num_threads(threads)
     study = Study(folder)
@@ -298,15 +300,26 @@ class _Crew:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """A Ctrl-C waits until the end of the block; in a process that is started there, until that is ready for it."""
+    """A Ctrl-C waits until the end of the block; in a process that is started there, until that is ready for it.
+
+    Blocking it is for the process that is started. Here that is not enough: another thread, of torch for instance, may
+    take the signal, and Python would then interrupt this one.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
+    ours = threading.current_thread() is threading.main_thread()
+    asked = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: asked.set()) if ours else None
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+        if asked.is_set():
+            signal.raise_signal(signal.SIGINT)
 
 
 def prepare(runs: Iterable[Run], how: How) -> None:
