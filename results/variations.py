@@ -9,7 +9,6 @@ Each run is a file in results/variations/: its record as JSON, as of any run. Wh
 
 import argparse
 import dataclasses
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +19,12 @@ import torch
 from torch import nn
 
 from holdfast.models import MODELS, Shape, build_model
+from holdfast.streams import ICIFAR100_FRAME
 from holdfast.streams.sources import load
 from holdfast.streams.tasks import Frame, Stream, split
-from holdfast.study.paper import PLASTIC_LR, SETTINGS, SGD_LR, TASKS
+from holdfast.study.paper import SETTINGS, TASKS, learning_rate
+from holdfast.study.records import write_json
 from holdfast.training import Plan, train
-
-FRAME = Frame(32, padding=4, mirror=True, fill="mean")
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,19 @@ class Variation:
     settings: dict[str, Any] = field(default_factory=dict)
     """Other than the paper's."""
     lr: float | None = None
-    frame: Frame = FRAME
+    frame: Frame = ICIFAR100_FRAME
     model: str = "paper_cnn"
 
     def plan(self, seed: int, epochs: float, **others: Any) -> Plan:
-        lr = PLASTIC_LR if self.method in ("npc", "cpc") else SGD_LR
+        lr = self.lr or learning_rate(self.method)
         settings = SETTINGS["icifar100"].get(self.method, {}) | self.settings
-        return Plan(self.method, settings, self.model, seed=seed, lr=self.lr or lr, epochs=epochs, curve=10, **others)
+        return Plan(self.method, settings, self.model, seed=seed, lr=lr, epochs=epochs, curve=10, **others)
 
 
 VARIATIONS = {
-    "npc, black border": Variation("npc", frame=dataclasses.replace(FRAME, fill="black")),
-    "finetune, black border": Variation("finetune", frame=dataclasses.replace(FRAME, fill="black")),
-    "npc, no crop": Variation("npc", frame=dataclasses.replace(FRAME, padding=0)),
+    "npc, black border": Variation("npc", frame=dataclasses.replace(ICIFAR100_FRAME, fill="black")),
+    "finetune, black border": Variation("finetune", frame=dataclasses.replace(ICIFAR100_FRAME, fill="black")),
+    "npc, no crop": Variation("npc", frame=dataclasses.replace(ICIFAR100_FRAME, padding=0)),
     "npc, seen before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
     "npc, no dropout": Variation("npc", model="no_dropout"),
     "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
@@ -102,13 +101,14 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}
     for name in options.names or VARIATIONS:
+        variation = VARIATIONS[name]
+        learnt = stream(variation.frame, options.data)
         for seed in range(options.seeds):
             path = options.out / f"{name.replace(',', '').replace(' ', '-')}-{seed}.json"
             if path.exists():
                 continue
-            variation = VARIATIONS[name]
-            record = train(stream(variation.frame, options.data), variation.plan(seed, options.epochs, **how))
-            path.write_text(json.dumps({"name": name, **dataclasses.asdict(record)}))
+            record = train(learnt, variation.plan(seed, options.epochs, **how))
+            write_json(path, {"name": name, **dataclasses.asdict(record)})
             final = record.failure["why"] if record.failure else f"{100 * record.summary['final']:.2f}%"
             print(f"{name}, seed {seed}: {final}", flush=True)
 

@@ -133,20 +133,16 @@ def test_the_searches_at_full_length() -> None:
 
 def neurons_of(name: str) -> Iterator[dict[str, Any]]:
     for entry in rows("icifar100")[name].entries:
-        yield _neurons(entry)
-
-
-def _neurons(entry: Entry) -> dict[str, Any]:
-    return read_json(entry.folder / "neurons.json")
+        yield read_json(entry.folder / "neurons.json")
 
 
 def test_how_many_neurons_were_frozen() -> None:
-    lines = table("What NPC does there")
+    lines, runs = table("What NPC does there"), list(neurons_of("npc"))
     assert [layer for layer, *_ in lines] == ["conv1", "conv2", "conv3", "hidden"]
     for layer, *cells in lines:
         for task, cell in enumerate(cells):
             shares = []
-            for found in neurons_of("npc"):
+            for found in runs:
                 last = max((point for point in found["importance"] if point["task"] == task), key=lambda p: p["step"])
                 shares.append(np.mean(np.array(last["layers"][layer]) >= 0.7))
             assert cell == f"{100 * fmean(shares):.0f}%"

@@ -6,6 +6,8 @@ from pathlib import Path
 from holdfast.streams.sources import Source, load
 from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
 
+ICIFAR100_FRAME = Frame(32, padding=4, mirror=True, fill="mean")
+
 
 def _digits(source: Source, tasks: int | None) -> Stream:
     return split(source, Frame(8), per_task=2, tasks=tasks)
@@ -16,7 +18,7 @@ def _imnist(source: Source, tasks: int | None) -> Stream:
 
 
 def _icifar100(source: Source, tasks: int | None) -> Stream:
-    return split(source, Frame(32, padding=4, mirror=True, fill="mean"), per_task=10, tasks=tasks)
+    return split(source, ICIFAR100_FRAME, per_task=10, tasks=tasks)
 
 
 def _pmnist(source: Source, tasks: int | None) -> Stream:

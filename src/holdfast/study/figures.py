@@ -255,11 +255,15 @@ def shortened(name: str, length: int = 26) -> str:
 
 def _key(kind: str, comparison: Comparison) -> str:
     """The name of a figure's files. What a stream's name loses in it, a digest makes up for."""
-    stream = re.sub(r"[^a-z0-9]+", "-", comparison.stream.lower()).strip("-")[-40:]
+    stream = _slug(comparison.stream)
     parts = [kind, stream, str(len(comparison.tasks)), re.sub(r"[^a-z0-9]+", "-", comparison.judged_on.lower())]
     if stream != comparison.stream:
         parts.append(hashlib.sha256(repr((comparison.stream, comparison.tasks)).encode()).hexdigest()[:8])
     return "-".join(parts)
+
+
+def _slug(stream: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", stream.lower()).strip("-")[-40:]
 
 
 def _means(numbers: Sequence[int]) -> str:
@@ -601,9 +605,8 @@ def _searches(number: int, sweeps: Sequence[Sweep]) -> Drawing:
     for axes in grid[len(sweeps) :]:
         axes.remove()
     figure.supylabel("average accuracy", fontsize=9)
-    stream = re.sub(r"[^a-z0-9]+", "-", common.stream.lower()).strip("-")[-40:]
     return Drawing(
-        f"search-{stream}-{number}-validation",
+        f"search-{_slug(common.stream)}-{number}-validation",
         f"Searches on {shortened(common.stream)}",
         "The average accuracy at the end, on validation images, for each value of a setting. The best is filled; a "
         "triangle lies below the panel; a cross is a value whose run failed. Each task was learnt for "

@@ -30,6 +30,11 @@ def actual(name: str) -> str:
     return "npc" if name == OFF else name
 
 
+def learning_rate(name: str) -> float:
+    """The paper's, of a row: eta_max where the rate is controlled."""
+    return PLASTIC_LR if actual(name) in ("npc", "cpc") else SGD_LR
+
+
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "imnist": {
         "npc": {"beta": 0.7, "rate": 1e-3},
@@ -149,8 +154,9 @@ def runs(
     chosen = []
     for seed in range(seeds):
         for method in methods:
-            lr = PLASTIC_LR if actual(method) in ("npc", "cpc") else SGD_LR
             own = SETTINGS[stream].get(method, {}) | dict((settings or {}).get(method, {}))
-            made = replace(plan, method=actual(method), settings=own, lr=own.pop("lr", lr), seed=seed)
+            made = replace(
+                plan, method=actual(method), settings=own, lr=own.pop("lr", learning_rate(method)), seed=seed
+            )
             chosen.append(Run.of(stream, made, tasks, method))
     return chosen

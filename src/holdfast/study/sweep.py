@@ -159,6 +159,7 @@ def search(
         values: the coarse ones.
         finer: factors; none for a coarse search alone.
     """
+    plan = replace(plan, judged_on="validation", curve=1)
 
     def attempt(values: Iterable[float]) -> list[Tried]:
         found = {value: [_run(stream, plan, over, value, seed, tasks) for seed in range(seeds)] for value in values}
@@ -168,7 +169,7 @@ def search(
     coarse = attempt(values)
     around = sorted({float(f"{best(coarse) * factor:.3g}") for factor in finer} - set(values))
     curve = sorted(coarse + attempt(value for value in around if acceptable(plan, over, value)), key=lambda t: t.value)
-    return Sweep(Run.of(stream, replace(plan, judged_on="validation", curve=1), tasks), over, seeds, curve)
+    return Sweep(Run.of(stream, plan, tasks), over, seeds, curve)
 
 
 def acceptable(plan: "Plan", over: str, value: float) -> bool:
@@ -188,8 +189,7 @@ def _with(plan: "Plan", over: str, value: float) -> "Plan":
 
 
 def _run(stream: str, plan: "Plan", over: str, value: float, seed: int, tasks: int | None) -> Run:
-    made = replace(_with(plan, over, value), seed=seed, judged_on="validation", curve=1)
-    return Run.of(stream, made, tasks, f"{plan.method} {over}={value:g}")
+    return Run.of(stream, replace(_with(plan, over, value), seed=seed), tasks, f"{plan.method} {over}={value:g}")
 
 
 def _tried(value: float, entries: Sequence[Entry]) -> Tried:
