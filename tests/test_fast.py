@@ -36,11 +36,11 @@ def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is quick on a GPU, with the kernel's part in plain torch."""
 
-    def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, None, None, Tensor]:
+    def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, None, None, Tensor, None]:
         active = instance_norm(x).relu()
         pooled = max_pool2d(active, 2)
         seen = pooled if carrier is None else Observe.apply(pooled, carrier, 1, False)
-        return seen, None, None, active.mean((2, 3))
+        return seen, None, None, active.mean((2, 3)), None
 
     kernels = ModuleType("holdfast.kernels")
     kernels.norm_relu_pool = norm_relu_pool  # type: ignore[attr-defined]

@@ -36,6 +36,9 @@ def test_crowding_is_the_double_sum(samples: int, width: int, seed: int) -> None
     neurons, importance = torch.rand(samples, width, dtype=torch.float64), torch.rand(width, dtype=torch.float64)
     near = neighbourhood(width, neurons.device)
     assert crowding(neurons, importance, near).item() == pytest.approx(double_loop(neurons, importance), rel=1e-6)
+    bare = crowding(neurons, None, near).item()
+    assert bare == pytest.approx(double_loop(neurons, torch.zeros(width)), rel=1e-6)
+    torch.autograd.gradcheck(lambda n: crowding(n, importance, near.double()), neurons.requires_grad_())
 
 
 def ssl(model: nn.Module, **knobs) -> holdfast.SSL:

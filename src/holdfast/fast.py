@@ -41,7 +41,7 @@ class NormReluPool(nn.InstanceNorm2d):
         from holdfast.kernels import norm_relu_pool  # which needs Triton
 
         out: Tensor
-        out, _, _, activity = norm_relu_pool(x, self.shows, carrier)
+        out, _, _, activity, _ = norm_relu_pool(x, self.shows, carrier)
         self.activity = activity if self.shows else None
         return out
 

@@ -7,6 +7,7 @@ plane: the mean of what comes out of the ReLU. And backward it has at hand what 
 of n * dL/dn, so that this costs nothing but to write one number a plane.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from holdfast.fast import EPS
 
-_ELEMENTS, _CHANNELS = 1024, 32  # of a pooled tile, and of those that lie side by side, at least if there are as many
+_CHANNELS = 64  # that a program takes, if there are as many
 
 
 @triton.jit
@@ -56,12 +57,18 @@ def _positive(value):
 
 
 @triton.jit
+def _above(value):
+    return tl.where(value > 0, 1.0, 0.0)
+
+
+@triton.jit
 def _forward(
     x,
     out,
     mean_of,
     rstd_of,
     activity_of,
+    share_of,
     height,
     width,
     channels,
@@ -87,18 +94,22 @@ def _forward(
     mean = first + over
     rstd = 1 / tl.sqrt(_positive(tl.sum(squares, 0) / (4 * windows) - over * over) + eps)
     active = tl.zeros([window_block, channel_block], tl.float32)
+    number = tl.zeros([window_block, channel_block], tl.float32)
     for start in range(0, windows, window_block):
         within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
         a, b, c, d = _window(x + within, width, channels, present)
         largest = (tl.maximum(tl.maximum(a, b), tl.maximum(c, d)) - mean) * rstd
         tl.store(out + pooled, _positive(largest), mask=present)
         if shows:
-            above = (_positive(a - mean) + _positive(b - mean)) + (_positive(c - mean) + _positive(d - mean))
-            active += above * present.to(tl.float32)
+            there = present.to(tl.float32)
+            a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
+            active += ((_positive(a) + _positive(b)) + (_positive(c) + _positive(d))) * there
+            number += ((_above(a) + _above(b)) + (_above(c) + _above(d))) * there
     tl.store(mean_of + plane, mean, mask=known)
     tl.store(rstd_of + plane, rstd, mask=known)
     if shows:
-        tl.store(activity_of + plane, tl.sum(active, 0) * rstd / (4 * windows), mask=known)
+        tl.store(activity_of + plane, tl.sum(active, 0) / (4 * windows), mask=known)
+        tl.store(share_of + plane, tl.sum(number, 0) / (4 * windows), mask=known)
 
 
 @triton.jit
@@ -108,6 +119,8 @@ def _backward(
     slope_of_activity,
     mean_of,
     rstd_of,
+    activity_of,
+    share_of,
     out,
     taylor_of,
     height,
@@ -124,8 +137,6 @@ def _backward(
     rstd = tl.load(rstd_of + plane, mask=known, other=0.0)
     slopes = tl.zeros([window_block, channel_block], tl.float32)
     products = tl.zeros([window_block, channel_block], tl.float32)
-    number = tl.zeros([window_block, channel_block], tl.float32)
-    active = tl.zeros([window_block, channel_block], tl.float32)
     for start in range(0, windows, window_block):
         within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
         a, b, c, d = _window(x + within, width, channels, present)
@@ -134,25 +145,15 @@ def _backward(
         g = tl.where(largest > 0, g, 0.0)
         slopes += g
         products += g * largest
-        if shows:
-            a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
-            there = present.to(tl.float32)
-            above = ((a > 0).to(tl.float32) + (b > 0).to(tl.float32)) + (
-                (c > 0).to(tl.float32) + (d > 0).to(tl.float32)
-            )
-            number += above * there
-            active += ((_positive(a) + _positive(b)) + (_positive(c) + _positive(d))) * there
     product = tl.sum(products, 0)
-    total = tl.sum(slopes, 0)
-    along = product
+    total, along = tl.sum(slopes, 0) / (4 * windows), product / (4 * windows)
     if measures:
         tl.store(taylor_of + plane, tl.abs(product) / windows, mask=known)
     each = tl.zeros([channel_block], tl.float32)
     if shows:
         each = tl.load(slope_of_activity + plane, mask=known, other=0.0) / (4 * windows)
-        total += each * tl.sum(number, 0)
-        along += each * tl.sum(active, 0)
-    total, along = total / (4 * windows), along / (4 * windows)
+        total += each * tl.load(share_of + plane, mask=known, other=0.0)
+        along += each * tl.load(activity_of + plane, mask=known, other=0.0)
     for start in range(0, windows, window_block):
         within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
         a, b, c, d = _window(x + within, width, channels, present)
@@ -183,41 +184,44 @@ class _Tile(NamedTuple):
     windows: int
     channels: int
     """How many of them each takes at a time."""
-    warps: int = 4
+    warps: int
 
 
 def _tile(x: Tensor) -> _Tile:
+    """What was the fastest on an H200, of planes of 32x32, 16x16 and 8x8."""
     samples, channels, height, width = x.shape
-    most = triton.next_power_of_2(height // 2 * (width // 2))
-    wide = min(triton.next_power_of_2(channels), max(_CHANNELS, _ELEMENTS // most))
-    return _Tile((samples, triton.cdiv(channels, wide)), min(most, _ELEMENTS // wide), wide)
+    windows = triton.next_power_of_2(height // 2 * (width // 2))
+    wide = min(triton.next_power_of_2(channels), _CHANNELS)
+    grid = samples, triton.cdiv(channels, wide)
+    return _Tile(grid, 64, wide, 8) if windows > 64 else _Tile(grid, min(windows, 32), wide, 4)
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _room(x: Tensor, shows: bool) -> Parts:
-    """Where the pooled values, and the means, inverse deviations and, if it shows, activities of planes go."""
+    """Where the pooled values go; the means and inverse deviations of planes; and, if it shows, their activities and
+    the shares of their positions that are active.
+    """
     out = torch.empty_like(x[:, :, ::2, ::2], memory_format=torch.channels_last)
-    planes = x.shape[:2]
-    mean, rstd, activity = (x.new_empty(planes if wanted else 0, dtype=torch.float32) for wanted in (True, True, shows))
-    return out, mean, rstd, activity
+    mean, rstd, activity, share = (
+        x.new_empty(x.shape[:2] if wanted else 0, dtype=torch.float32) for wanted in (True, True, shows, shows)
+    )
+    return out, mean, rstd, activity, share
 
 
 @torch.library.custom_op("holdfast::norm_relu_pool", mutates_args=())
-def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Instance norm, ReLU and 2x2 max pooling of `x`; the means and the inverse deviations of its planes; and, if
-    `shows`, how active they are between ReLU and pooling.
+def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Instance norm, ReLU and 2x2 max pooling of `x`, and what `_room` says of its planes.
 
     A `carrier`, one value per channel, gets `taylor` of what is pooled as its gradient, as from `Observe`.
     """
     x = x.contiguous(memory_format=torch.channels_last)
-    _, channels, height, width = x.shape
-    out, mean, rstd, activity = _room(x, shows)
+    out, *of_planes = _room(x, shows)
     grid, *blocks, warps = _tile(x)
     with torch.cuda.device_of(x):
-        _forward[grid](x, out, mean, rstd, activity, height, width, channels, EPS, shows, *blocks, num_warps=warps)
-    return out, mean, rstd, activity
+        _forward[grid](x, out, *of_planes, *_sizes(x), EPS, shows, *blocks, num_warps=warps)
+    return out, *of_planes  # type: ignore[return-value]
 
 
 @norm_relu_pool.register_fake
@@ -225,39 +229,50 @@ def _(x: Tensor, shows: bool, carrier: Tensor | None) -> Parts:
     return _room(x, shows)
 
 
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    _, channels, height, width = x.shape
+    return height, width, channels
+
+
 @torch.library.custom_op("holdfast::norm_relu_pool_backward", mutates_args=())
 def _slopes(
-    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, measures: bool
+    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, of_planes: Sequence[Tensor], measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """The slope of `x` and, if it `measures`, `taylor` of what was pooled."""
+    """The slope of `x` and, if it `measures`, each plane's part in `taylor` of what was pooled."""
     x, slope = (each.contiguous(memory_format=torch.channels_last) for each in (x, slope))
     shows = slope_of_activity is not None
-    activity = mean if slope_of_activity is None else slope_of_activity.contiguous()
-    sizes = x.shape[2], x.shape[3], x.shape[1]
-    out, each = torch.empty_like(x), torch.empty_like(mean) if measures else mean.new_empty(0)
+    of_activity = slope if slope_of_activity is None else slope_of_activity.contiguous()
+    out, taylor = _room_for_slopes(x, measures)
     grid, *blocks, warps = _tile(x)
     with torch.cuda.device_of(x):
-        _backward[grid](x, slope, activity, mean, rstd, out, each, *sizes, shows, measures, *blocks, num_warps=warps)
-    return out, each.sum(0) if measures else each  # here, since Inductor would make two kernels of this sum
+        _backward[grid](
+            *(x, slope, of_activity, *of_planes, out, taylor, *_sizes(x), shows, measures, *blocks), num_warps=warps
+        )
+    return out, taylor
 
 
 @_slopes.register_fake
 def _(
-    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, measures: bool
+    slope: Tensor, slope_of_activity: Tensor | None, x: Tensor, of_planes: Sequence[Tensor], measures: bool
 ) -> tuple[Tensor, Tensor]:
+    return _room_for_slopes(x, measures)
+
+
+def _room_for_slopes(x: Tensor, measures: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.channels_last)
-    return out, mean.new_empty(x.shape[1] if measures else 0)
+    return out, x.new_empty(x.shape[:2] if measures else 0, dtype=torch.float32)
 
 
 def _keep(ctx, inputs, output):
     x, ctx.shows, _ = inputs
-    ctx.save_for_backward(x, output[1], output[2])
+    ctx.save_for_backward(x, *output[1:])
 
 
-def _differentiate(ctx, slope, _, __, slope_of_activity):
+def _differentiate(ctx, slope, _, __, slope_of_activity, ___):
     measures = ctx.needs_input_grad[2]
-    out, taylor = _slopes(slope, slope_of_activity if ctx.shows else None, *ctx.saved_tensors, measures)
-    return out, None, taylor if measures else None
+    x, *of_planes = ctx.saved_tensors
+    out, taylor = _slopes(slope, slope_of_activity if ctx.shows else None, x, of_planes, measures)
+    return out, None, taylor.sum(0) if measures else None
 
 
 norm_relu_pool.register_autograd(_differentiate, setup_context=_keep)

@@ -35,19 +35,25 @@ def neighbourhood(width: int, device: torch.device) -> Tensor:
     return torch.exp(-distance.square() / 2).fill_diagonal_(0)
 
 
-def crowding(neurons: Tensor, importance: Tensor, near: Tensor) -> Tensor:
+def crowding(neurons: Tensor, importance: Tensor | None, near: Tensor) -> Tensor:
     """The mean over samples of the sum over i != j of near(i, j) e^-(a_i + a_j) n_i n_j, neurons [sample, i].
 
+    Importances a of None are zero.
+
     >>> near = neighbourhood(2, torch.device("cpu"))
-    >>> crowding(torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.zeros(2), near)  # 2 * 1 * 2 * exp(-9 / 2), and 0
+    >>> crowding(torch.tensor([[1.0, 2.0], [0.0, 5.0]]), None, near)  # 2 * 1 * 2 * exp(-9 / 2), and 0
     tensor(0.0222)
     """
-    weighted = neurons.to(importance.dtype) * torch.exp(-importance)
-    return ((weighted @ near.to(importance.dtype)) * weighted).sum(1).mean()
+    weighted = neurons.to(precise(neurons.dtype))
+    if importance is not None:
+        weighted = weighted * torch.exp(-importance)
+    others = weighted.detach() @ near.to(weighted.dtype)
+    product = others * weighted  # of which each pair is two, so that its slope is twice that by this factor
+    return (2 * product - product.detach()).sum(1).mean()
 
 
-def crowding_of_all(layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    return torch.stack([crowding(*layer) for layer in layers]).sum()
+def crowding_of_all(layers: Sequence[tuple[Tensor, Tensor | None, Tensor]], weight: float) -> Tensor:
+    return weight * torch.stack([crowding(*layer) for layer in layers]).sum()
 
 
 def _wide_range(device: str) -> AbstractContextManager[None]:
@@ -173,25 +179,25 @@ class SSL(MAS):
         return self.sparsity > 0 or super()._acts_through_loss
 
     def _penalty(self) -> Tensor:
-        total = super()._penalty()
         kept = self._record.take()
-        if self.sparsity > 0 and not kept:
+        if self.sparsity == 0:
+            return super()._penalty()
+        if not kept:
             raise ValueError(
                 "SSL saw no hidden activations: penalty() needs a forward before it, of a model with activation "
                 "modules such as nn.ReLU behind its layers; name others with observe=[model.block, ...]"
             )
-        if not kept:
-            return total
         layers = []
         for name, _, neurons in kept:
             self._check_width(name, neurons)
-            nothing = torch.zeros(neurons.shape[1], dtype=precise(neurons.dtype), device=neurons.device)
-            near = neighbourhood(neurons.shape[1], neurons.device)
-            layers.append((neurons, self._neurons.get(name, nothing).to(nothing), near))
+            importance = self._neurons.get(name)
+            if importance is not None:
+                importance = importance.to(neurons.device, precise(neurons.dtype))
+            layers.append((neurons, importance, neighbourhood(neurons.shape[1], neurons.device)))
         crowded = self._fused(crowding_of_all, [neurons for neurons, _, _ in layers])
-        with _wide_range(total.device.type):
-            term: Tensor = self.sparsity * crowded(layers)
-        return total + term
+        with _wide_range(kept[0][2].device.type):
+            term: Tensor = crowded(layers, self.sparsity)
+        return term + super()._penalty() if self.form == "loss" else term
 
     def _update(self) -> None:
         super()._update()
