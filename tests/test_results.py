@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli import app
 from holdfast.models import paper_cnn
+from holdfast.record import Record
 from holdfast.study import paper
 from holdfast.study.records import Entry, Run, Study, read_json
 from holdfast.study.tables import Row, compare
@@ -28,6 +29,7 @@ DOCUMENT = ROOT / "docs" / "reproduction.md"
 STUDIES = sorted(path.parent for path in RESULTS.glob("*/runs"))
 SEARCHES = sorted(path.parent for path in RESULTS.glob("*/sweeps"))
 NAMES = {"fine-tuning": "finetune"}
+JOINT = "joint, tasks of a third"
 
 pytestmark = pytest.mark.skipif(not STUDIES, reason="the results are not part of what is here")
 
@@ -37,11 +39,11 @@ def rows(study: str) -> dict[str, Row]:
     return {row.name: row for row in comparison.rows}
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the first table after a heading of the document, but for its head."""
-    text = DOCUMENT.read_text().split(f"## {heading}")[1].split("\n## ")[0]
-    lines = [line.strip("| ") for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
+def table(heading: str, number: int = 0) -> list[list[str]]:
+    """The cells of a table under a heading of the document, but for its head."""
+    text = DOCUMENT.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    whole = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)[number]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in whole.splitlines()[2:]]
 
 
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
@@ -71,64 +73,117 @@ def test_settings_were_not_chosen_on_test_images() -> None:
     assert {search["plan"]["judged_on"] for search in searches} == {"validation"}
 
 
-def test_the_chosen_settings_are_those_that_the_search_found() -> None:
-    chosen = rows("icifar100")
-    for path in (RESULTS / "icifar100-search" / "sweeps").glob("*.json"):
+def settings_of(study: str, method: str) -> dict[str, Any]:
+    settings: dict[str, Any] = rows(study)[method].entries[0].run.plan["settings"]
+    return settings
+
+
+def tried(study: str) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """The method, the settings and what they gave on validation images, of all points of a search."""
+    for path in (RESULTS / study / "sweeps").glob("*.json"):
         found = read_json(path)
-        best = max(found["curve"], key=lambda tried: tried["final"]["mean"])["value"]
-        assert chosen[found["plan"]["method"]].entries[0].run.plan["settings"][found["over"]] == best
+        for point in found["curve"]:
+            settings = {**found["plan"]["settings"], found["over"]: point["value"]}
+            yield found["plan"]["method"], settings, point["final"]["mean"]
 
 
-def test_the_table_beside_the_paper_s() -> None:
-    found, lines = rows("icifar100"), iter(table("Table 1: iCIFAR100"))
-    left = {*found} - {"npc off"}
-    for name, *cells in lines:
-        row = found[NAMES.get(name, name.lower())]
-        left.remove(row.name)
+@pytest.mark.parametrize(("stream", "shorter"), [("icifar100", 1), ("imnist", 3)])
+def test_the_chosen_settings_are_those_that_the_search_found(stream: str, shorter: float) -> None:
+    points = list(tried(f"{stream}-search"))
+    for method in {method for method, _, _ in points}:
+        best = max((point for point in points if point[0] == method), key=lambda point: point[2])[1]
+        if "rate" in best:
+            best["rate"] /= shorter
+        assert settings_of(stream, method) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("stream", "name"), [("icifar100", "iCIFAR100"), ("imnist", "iMNIST")])
+def test_the_table_beside_the_paper_s(stream: str, name: str) -> None:
+    found = {row: row_ for row, row_ in rows(stream).items() if row != paper.OFF}
+    found[JOINT] = rows(f"{stream}-joint")["joint"]
+    lines = iter(table(f"Table 1: {name}"))
+    for label, *cells in lines:
+        row = found.pop(NAMES.get(label, label.lower()))
         final = row.metric("final")
         assert final is not None
         ours = [each.percent() for each in (*row.tasks, final)]
-        pairs = paper.beside("icifar100", row)
+        pairs = paper.beside(stream, row)
         if not pairs:
             assert cells == ours
             continue
         assert cells == [("*" if pair.differ else "") + here for pair, here in zip(pairs, ours, strict=True)]
         assert next(lines) == ["paper", *(pair.theirs.percent() for pair in pairs)]
-    assert not left
+    assert not found
 
 
 def test_the_table_of_the_readme() -> None:
-    lines = (ROOT / "README.md").read_text().split("## The paper, done again")[1].splitlines()
-    head, _, here, there, *_ = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line)
-    found = rows("icifar100")
-    for name, ours, theirs in zip(head[1:], here[1:], there[1:], strict=True):
-        final = found[NAMES.get(name, name.lower())].metric("final")
-        printed = paper.table1("icifar100", name.lower())
-        assert final is not None
-        assert ours == final.percent()
-        assert theirs == (printed.average.percent() if printed else "")
+    lines = (ROOT / "README.md").read_text().split("## The paper, done again")[1].split("\n## ")[0].splitlines()
+    head, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    assert len(cells) == 4
+    for stream, (_, *here), (_, *there) in zip(("icifar100", "imnist"), cells[::2], cells[1::2], strict=True):
+        found = rows(stream)
+        for name, ours, theirs in zip(head[1:], here, there, strict=True):
+            final = found[NAMES.get(name, name.lower())].metric("final")
+            printed = paper.table1(stream, name.lower())
+            assert final is not None
+            assert ours == final.percent()
+            assert theirs == (printed.average.percent() if printed else "")
 
 
-def test_cpc_at_the_paper_s_threshold() -> None:
-    (row,) = rows("icifar100-paper").values()
-    assert row.entries[0].run.plan["settings"]["beta"] == 0.7
-    final = row.metric("final")
-    assert final is not None
-    assert f"CPC reaches *{final.percent()}" in DOCUMENT.read_text()
+@pytest.mark.parametrize("study", ["icifar100-paper", "imnist-paper"])
+def test_at_the_paper_s_own_settings(study: str) -> None:
+    stream = study.removesuffix("-paper")
+    for name, row in rows(study).items():
+        assert settings_of(study, name) == paper.SETTINGS[stream][name]
+        (*_, average) = paper.beside(stream, row)
+        shown = f"{name.upper()} reaches {'*' if average.differ else ''}{average.ours.percent()}"
+        assert shown in " ".join(DOCUMENT.read_text().split())
 
 
-def test_the_searches_at_full_length() -> None:
+@pytest.mark.parametrize(("stream", "digits"), [("icifar100", 1), ("imnist", 2)])
+def test_the_searches(stream: str, digits: int) -> None:
     found = {}
-    for path in (RESULTS / "icifar100-search" / "sweeps").glob("*.json"):
+    for path in (RESULTS / f"{stream}-search" / "sweeps").glob("*.json"):
         search = read_json(path)
-        curve = ", ".join(f"{tried['value']:g}: {100 * tried['final']['mean']:.1f}" for tried in search["curve"])
-        found[search["plan"]["method"]] = curve
-    lines = {name.split(",")[0].lower(): cells for name, *cells in table("Where the settings come from")}
-    assert {name: curve for name, (curve, _, _) in lines.items()} == found
-    for name, (_, chosen, printed) in lines.items():
-        over = "beta" if name in ("npc", "cpc") else "strength"
-        assert float(chosen) == rows("icifar100")[name].entries[0].run.plan["settings"][over]
-        assert printed == f"{paper.SETTINGS['icifar100'][name].get(over, 'not given')}".removesuffix(".0")
+        curve = ", ".join(f"{point['value']:g}: {100 * point['final']['mean']:.{digits}f}" for point in search["curve"])
+        found[search["plan"]["method"], search["over"]] = curve
+    lines = {}
+    for label, *cells in table("Where the settings come from", {"icifar100": 0, "imnist": 1}[stream]):
+        method, over = label.split(", ")
+        lines[method.lower(), over.split()[-1]] = cells
+    assert {key: curve for key, (curve, _, _) in lines.items()} == found
+    for (method, over), (_, chosen, printed) in lines.items():
+        assert float(chosen.split()[0]) == settings_of(stream, method)[over]
+        assert printed == f"{paper.SETTINGS[stream][method].get(over, 'not given')}".removesuffix(".0")
+
+
+def averages(study: str) -> list[float]:
+    (row,) = rows(study).values()
+    return [100 * record.summary["final"] for record in row.records]
+
+
+def test_the_variations() -> None:
+    lines = {name: cells for name, *cells in table("What was changed to find out")}
+    for name, study in (("as it is", "icifar100-bf16"), ("float32", "icifar100-float32")):
+        final = rows(study)["npc"].metric("final")
+        assert final is not None
+        assert lines.pop(name) == [", ".join(f"{value:.1f}" for value in averages(study)), final.percent()]
+    found: dict[str, list[Record]] = {}
+    for path in sorted((RESULTS / "variations").glob("*.json")):
+        record = read_json(path)
+        found.setdefault(record.pop("name"), []).append(Record.from_dict(record))
+    for name, (each, mean) in lines.items():
+        values = [100 * record.summary["final"] for record in found.pop(f"npc, {name}")]
+        assert (each, mean) == (", ".join(f"{value:.1f}" for value in values), f"{fmean(values):.2f}")
+    ((failed,),) = (found.pop("si, in the loss, 0.1"),)
+    assert failed.failure
+    assert failed.failure["task"] == 1
+    stiffness = re.search(r"importance is ([\d.]+) in 'conv1.weight'", failed.failure["why"])
+    assert stiffness
+    text = " ".join(DOCUMENT.read_text().split())
+    assert f"after {failed.failure['step']} steps of the second task" in text
+    assert f"importance is {stiffness[1]} for a weight of the first convolution" in text
+    assert not found
 
 
 def neurons_of(name: str) -> Iterator[dict[str, Any]]:
@@ -163,10 +218,12 @@ def test_figure_3() -> None:
     assert lines == [found[key] for key in order]
 
 
-@pytest.mark.parametrize("kind", ["average", "importance"])
-def test_the_figures_in_the_document(kind: str) -> None:
-    shown = ROOT / "docs" / "images" / f"icifar100-{kind}.png"
-    assert shown.read_bytes() == (RESULTS / "icifar100" / "figures" / f"{kind}-icifar100-5-test.png").read_bytes()
+@pytest.mark.parametrize(
+    ("stream", "kind"), [("icifar100", "average"), ("icifar100", "importance"), ("imnist", "average")]
+)
+def test_the_figures_in_the_document(stream: str, kind: str) -> None:
+    shown = ROOT / "docs" / "images" / f"{stream}-{kind}.png"
+    assert shown.read_bytes() == (RESULTS / stream / "figures" / f"{kind}-{stream}-5-test.png").read_bytes()
     assert f"images/{shown.name}" in DOCUMENT.read_text()
 
 
@@ -176,19 +233,52 @@ def test_numbers_in_the_text() -> None:
     forgotten = {name: 100 * row.metric("forgetting").mean for name, row in found.items()}
     learnt = {
         name: fmean(record.matrix[task][task] for record in found[name].records for task in range(1, 5))
-        for name in ("npc", "finetune")
+        for name in ("npc", "si", "ssl", "mas", "finetune")
     }
-    for rival in ("si", "ewc"):
+    for rival in ("cpc", "si", "ssl", "ewc", "mas"):
         lead = final["npc"].mean - final[rival].mean
-        assert f"{100 * lead:.1f} ({100 * np.hypot(final['npc'].error, final[rival].error):.1f})" in text
-    others = [forgotten[name] for name in ("si", "cpc", "ssl", "mas")]
-    assert f"({forgotten['npc']:.1f} points; they {min(others):.1f} to {max(others):.1f})" in text
+        error = np.hypot(final["npc"].error, final[rival].error)
+        assert f"{100 * lead:.1f} ({100 * error:.1f}) over {rival.upper()}" in text
+    ahead, error = final["lwf"].mean - final["npc"].mean, np.hypot(final["npc"].error, final["lwf"].error)
+    assert f"{100 * ahead:.1f} ({100 * error:.1f}) points above NPC" in text
+    assert f"({forgotten['lwf']:.1f} points; NPC {forgotten['npc']:.1f})" in text
+    assert f"({forgotten['npc']:.1f} points; SI {forgotten['si']:.1f}, MAS {forgotten['mas']:.1f})" in text
     percent = {name: f"{100 * value:.0f}%" for name, value in learnt.items()}
     assert f"{percent['npc']} right after learning, fine-tuning {percent['finetune']}" in text
+    assert f"tasks 2 to 5; SI {percent['si']}, SSL {percent['ssl']}, MAS {percent['mas']}; fine-tuning" in text
     silent = {name: [neurons["change"]["silent"] for neurons in neurons_of(name)] for name in ("npc", "npc off")}
     kept, free = silent["npc"], silent["npc off"]
     assert f"{min(kept)} to {max(kept)} of the 512 neurons hardly vary with NPC, {min(free)} to {max(free)}" in text
     assert f"after {np.log(0.3) / np.log(1 - 5e-4):,.0f} steps" in text
+
+
+def falls(names: Iterable[str]) -> tuple[int, int, int]:
+    """How many points of the curves of tasks lie over 0.1 below one before, how many of them are ends, of how many.
+
+    Methods that do the same in a task count once.
+    """
+    curves = set()
+    for record in (record for name in names for record in rows("icifar100")[name].records):
+        for task in range(5):
+            points = [point["accuracy"][task] for point in record.curves if point["task"] == task]
+            curves.add((*points, record.matrix[task][task]))
+    fallen = [at for curve in curves for at in range(1, len(curve)) if curve[at] < max(curve[:at]) - 0.1]
+    return len(fallen), fallen.count(9), 9 * len(curves)
+
+
+def test_how_often_training_falls() -> None:
+    text = " ".join(DOCUMENT.read_text().split())
+    count, ends, of = falls(("finetune", "ewc", "mas", "si", "ssl", "lwf", "separate"))
+    assert f"{count} of {of} points of the curves lie more than ten points below" in text
+    assert f"and {ends} of them are ends of tasks" in text
+    assert falls(("npc", "cpc")) == (0, 0, 270)
+    found = rows("icifar100")
+    same = {tuple(record.matrix[0][0] for record in found[name].records) for name in ("ewc", "mas", "si", "finetune")}
+    ((_, _, fallen),) = same
+    assert fallen == 0.474
+    without = {name: 50 * sum(record.summary["final"] for record in row.records[:2]) for name, row in found.items()}
+    order = sorted(("npc", "ewc", "si", "ssl", "cpc", "mas"), key=lambda name: -without[name])
+    assert ", ".join(f"{name.upper()} {without[name]:.1f}" for name in order) in text
 
 
 def commands() -> list[list[str]]:
@@ -213,7 +303,7 @@ def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         command[at] = str(tmp_path / Path(command[at]).name)
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
-    assert {*made} == {"icifar100", "icifar100-paper", "icifar100-search"}
+    assert {*made} == {folder.name for folder in STUDIES if not folder.name.endswith("-short")}
     for study, runs in made.items():
         assert runs == {entry.run.id for entry in Study(RESULTS / study).entries}
         for path in (tmp_path / study).glob("sweeps/*.json"):
