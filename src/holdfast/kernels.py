@@ -93,7 +93,7 @@ def _forward(
     over = tl.sum(total, 0) / (4 * windows)
     mean = first + over
     rstd = 1 / tl.sqrt(_positive(tl.sum(squares, 0) / (4 * windows) - over * over) + eps)
-    active = tl.zeros([window_block, channel_block], tl.float32)
+    away = tl.zeros([window_block, channel_block], tl.float32)
     number = tl.zeros([window_block, channel_block], tl.float32)
     for start in range(0, windows, window_block):
         within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
@@ -102,13 +102,14 @@ def _forward(
         tl.store(out + pooled, _positive(largest), mask=present)
         if shows:
             there = present.to(tl.float32)
-            a, b, c, d = (a - mean) * rstd, (b - mean) * rstd, (c - mean) * rstd, (d - mean) * rstd
-            active += ((_positive(a) + _positive(b)) + (_positive(c) + _positive(d))) * there
+            a, b, c, d = a - mean, b - mean, c - mean, d - mean
+            away += ((tl.abs(a) + tl.abs(b)) + (tl.abs(c) + tl.abs(d))) * there
             number += ((_above(a) + _above(b)) + (_above(c) + _above(d))) * there
     tl.store(mean_of + plane, mean, mask=known)
     tl.store(rstd_of + plane, rstd, mask=known)
     if shows:
-        tl.store(activity_of + plane, tl.sum(active, 0) / (4 * windows), mask=known)
+        # What lies above the mean lies as far away from it, all together, as what lies below.
+        tl.store(activity_of + plane, tl.sum(away, 0) * rstd / (8 * windows), mask=known)
         tl.store(share_of + plane, tl.sum(number, 0) / (4 * windows), mask=known)
 
 
@@ -154,6 +155,7 @@ def _backward(
         each = tl.load(slope_of_activity + plane, mask=known, other=0.0) / (4 * windows)
         total += each * tl.load(share_of + plane, mask=known, other=0.0)
         along += each * tl.load(activity_of + plane, mask=known, other=0.0)
+    active, silent = each - total, -total
     for start in range(0, windows, window_block):
         within, pooled, present = _places(start, sample, channel, height, width, channels, window_block)
         a, b, c, d = _window(x + within, width, channels, present)
@@ -169,13 +171,15 @@ def _backward(
         at_a, at_b = tl.where(is_a, g, 0.0), tl.where(is_b, g, 0.0)
         at_c, at_d = tl.where(is_c, g, 0.0), tl.where(is_d, g, 0.0)
         if shows:
-            at_a, at_b = at_a + tl.where(a > 0, each, 0.0), at_b + tl.where(b > 0, each, 0.0)
-            at_c, at_d = at_c + tl.where(c > 0, each, 0.0), at_d + tl.where(d > 0, each, 0.0)
+            at_a, at_b = at_a + tl.where(a > 0, active, silent), at_b + tl.where(b > 0, active, silent)
+            at_c, at_d = at_c + tl.where(c > 0, active, silent), at_d + tl.where(d > 0, active, silent)
+        else:
+            at_a, at_b, at_c, at_d = at_a + silent, at_b + silent, at_c + silent, at_d + silent
         to, below = out + within, width * channels
-        tl.store(to, rstd * (at_a - total - a * along), mask=present)
-        tl.store(to + channels, rstd * (at_b - total - b * along), mask=present)
-        tl.store(to + below, rstd * (at_c - total - c * along), mask=present)
-        tl.store(to + below + channels, rstd * (at_d - total - d * along), mask=present)
+        tl.store(to, rstd * (at_a - a * along), mask=present)
+        tl.store(to + channels, rstd * (at_b - b * along), mask=present)
+        tl.store(to + below, rstd * (at_c - c * along), mask=present)
+        tl.store(to + below + channels, rstd * (at_d - d * along), mask=present)
 
 
 class _Tile(NamedTuple):
@@ -187,13 +191,13 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(x: Tensor) -> _Tile:
-    """What was the fastest on an H200, of planes of 32x32, 16x16 and 8x8."""
+def _tile(x: Tensor, spare: bool) -> _Tile:
+    """What was the fastest on an H200, of planes of 32x32, 16x16 and 8x8; smaller, to `spare` registers."""
     samples, channels, height, width = x.shape
     windows = triton.next_power_of_2(height // 2 * (width // 2))
     wide = min(triton.next_power_of_2(channels), _CHANNELS)
     grid = samples, triton.cdiv(channels, wide)
-    return _Tile(grid, 64, wide, 8) if windows > 64 else _Tile(grid, min(windows, 32), wide, 4)
+    return _Tile(grid, 64, wide, 8) if windows > 64 and not spare else _Tile(grid, min(windows, 32), wide, 4)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -218,7 +222,7 @@ def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tens
     """
     x = x.contiguous(memory_format=torch.channels_last)
     out, *of_planes = _room(x, shows)
-    grid, *blocks, warps = _tile(x)
+    grid, *blocks, warps = _tile(x, spare=shows)
     with torch.cuda.device_of(x):
         _forward[grid](x, out, *of_planes, *_sizes(x), EPS, shows, *blocks, num_warps=warps)
     return out, *of_planes  # type: ignore[return-value]
@@ -243,7 +247,7 @@ def _slopes(
     shows = slope_of_activity is not None
     of_activity = slope if slope_of_activity is None else slope_of_activity.contiguous()
     out, taylor = _room_for_slopes(x, measures)
-    grid, *blocks, warps = _tile(x)
+    grid, *blocks, warps = _tile(x, spare=False)
     with torch.cuda.device_of(x):
         _backward[grid](
             *(x, slope, of_activity, *of_planes, out, taylor, *_sizes(x), shows, measures, *blocks), num_warps=warps
