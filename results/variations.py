@@ -51,13 +51,17 @@ VARIATIONS = {
     "npc, seen before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
     "npc, no dropout": Variation("npc", model="no_dropout"),
     "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
+    "npc, heads at half the rate": Variation("npc", model="slow_head"),
     "npc, largest rate 0.05": Variation("npc", {"gain": 2.0}, lr=0.05),  # eta_max of the paper, with its alpha of 0.1
     "cpc, largest rate 0.05": Variation("cpc", {"gain": 2.0}, lr=0.05),
     "ewc, in the loss, 300": Variation("ewc", {"penalty": "loss", "strength": 300.0}),
     "mas, in the loss, 1": Variation("mas", {"penalty": "loss", "strength": 1.0}),
+    "mas, 1": Variation("mas", {"strength": 1.0}),
     "si, in the loss, 0.1": Variation("si", {"penalty": "loss", "strength": 0.1}),
     "si, in the loss, 0.001": Variation("si", {"penalty": "loss", "strength": 0.001}),
+    "si, 0.1": Variation("si", {"strength": 0.1}),
     "ssl, in the loss, 1": Variation("ssl", {"penalty": "loss", "strength": 1.0}),
+    "ssl, 1": Variation("ssl", {"strength": 1.0}),
     "ewc, 300": Variation("ewc", {"strength": 300.0}),
     "ewc, frozen after the first task": Variation("ewc", {"strength": 1e12}),
 }
@@ -83,6 +87,11 @@ def with_early_dropout(modules: OrderedDict[str, nn.Module]) -> None:
         modules.move_to_end(name)
 
 
+def with_slow_head(modules: OrderedDict[str, nn.Module]) -> None:
+    for parameter in modules["head"].parameters():
+        parameter.register_hook(lambda slope: slope / 2)
+
+
 def stream(frame: Frame, data: Path | None) -> Stream:
     return split(load("cifar100", data), frame, per_task=10, tasks=TASKS)
 
@@ -100,6 +109,7 @@ def main() -> None:
     if unknown := set(options.names) - set(VARIATIONS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {'; '.join(VARIATIONS)}")
     MODELS.update(no_dropout=varied(without_dropout), early_dropout=varied(with_early_dropout))
+    MODELS.update(slow_head=varied(with_slow_head))
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}

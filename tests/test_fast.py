@@ -97,14 +97,16 @@ def test_it_computes_the_same_without_the_biases_that_a_norm_takes_away() -> Non
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_biases_stay_where_no_instance_norm_follows() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_biases_stay_where_no_instance_norm_follows(nested: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2))
     shared = nn.Conv2d(4, 4, 3, padding=1)
-    plain.extend([shared, nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), shared])
+    after = nn.Sequential(shared) if nested else shared
+    plain.extend([shared, nn.InstanceNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), after])
     quick = copy.deepcopy(plain)
     quicken(quick)
-    assert [type(quick[i]) for i in (0, 4, 8)] == [FewChannels] * 3
+    assert [type(quick[i]) for i in (0, 4)] == [FewChannels] * 2
     x = torch.randn(5, 3, 8, 8)
     torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-5)
     for model in (plain, quick):
@@ -396,6 +398,7 @@ def test_activity_is_asked_for_and_taken_once() -> None:
         [nn.Conv2d(4, 4, 3, padding=1, groups=2)],
         [nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")],
         [nn.Conv2d(8, 4, 3, padding=1)],
+        [NormReluPool(4), nn.ReLU(), nn.MaxPool2d(2)],
     ],
 )
 def test_what_is_not_the_same_is_left_as_it_is(modules: list[nn.Module]) -> None:
@@ -403,6 +406,12 @@ def test_what_is_not_the_same_is_left_as_it_is(modules: list[nn.Module]) -> None
     kinds = [type(module) for module in model]
     quicken(model)
     assert [type(module) for module in model] == kinds
+
+
+def test_a_quickened_model_stays_in_its_mode() -> None:
+    model = paper_cnn(classes=2, width=0.05).eval()
+    quicken(model)
+    assert not any(module.training for module in model.modules() if not isinstance(module, nn.Identity))
 
 
 def test_images_of_odd_sizes() -> None:

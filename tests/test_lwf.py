@@ -129,6 +129,16 @@ def test_a_penalty_without_a_forward_is_refused() -> None:
         optimizer.penalty()
 
 
+def test_the_next_forward_may_come_before_the_step() -> None:
+    model, x = mlp(), torch.randn(8, 4)
+    optimizer = lwf(model)
+    optimizer.consolidate([])
+    (model(x).square().mean() + optimizer.penalty()).backward()
+    model(x)
+    optimizer.step()
+    optimizer.penalty()
+
+
 def test_a_model_that_keeps_what_it_computed() -> None:
     class Keeping(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

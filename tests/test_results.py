@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from holdfast.cli import app
@@ -356,3 +357,11 @@ def test_where_the_dropout_goes_in_the_variations() -> None:
     assert list(modules)[-4:] == ["dropout", "hidden", "relu", "head"]
     script["without_dropout"](modules)
     assert list(modules)[-4:] == ["flatten", "hidden", "relu", "head"]
+
+
+def test_the_slow_head_of_the_variations() -> None:
+    script = runpy.run_path(str(RESULTS / "variations.py"))
+    modules = OrderedDict(head=torch.nn.Linear(3, 2))
+    script["with_slow_head"](modules)
+    modules["head"](torch.ones(1, 3)).sum().backward()
+    assert modules["head"].weight.grad.unique().tolist() == [0.5]

@@ -100,6 +100,18 @@ def test_a_task_that_was_not_learnt_is_refused() -> None:
         holdfast.SI(model, SGD(model.parameters(), lr=0.1)).consolidate([])
 
 
+def test_a_step_without_gradients_changes_nothing() -> None:
+    model = mlp()
+    optimizer = holdfast.SI(model, SGD(model.parameters(), lr=0.1))
+    loss_of(model, torch.randn(8, 4), torch.randn(8, 3)).backward()
+    optimizer.step()
+    before = parameters_of(model)
+    optimizer.zero_grad()
+    optimizer.step()
+    for name, value in parameters_of(model).items():
+        assert torch.equal(value, before[name])
+
+
 def test_loaded_weights_are_not_a_path() -> None:
     """What changes the model before its first step is no part of the first task."""
     model, other = mlp(), mlp()

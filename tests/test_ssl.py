@@ -227,6 +227,15 @@ def test_activations_in_another_layout_are_refused_by_name(between: nn.Module) -
         optimizer.penalty()
 
 
+def test_the_next_forward_may_come_before_the_step() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(8, 4)
+    optimizer = ssl(model)
+    (model(x).square().mean() + optimizer.penalty()).backward()
+    model(x)
+    optimizer.step()
+    assert optimizer.penalty().item() > 0
+
+
 def test_a_model_without_activation_modules_is_named_and_helped() -> None:
     model = Block()
     x = torch.randn(4, 2, 8, 8)

@@ -231,6 +231,8 @@ def test_crop_takes_the_corner_it_is_told() -> None:
     assert found(True, 2, 0) == [6, 5, 10, 9]
     assert found(False, 2, 2) == [99, 99, 99, 0]
     assert found(True, 2, 2) == [99, 99, 0, 99]
+    none = torch.tensor([], dtype=torch.long)
+    assert crop(x[:0], none, none, none > 0, fill, 3, 1).shape == (0, 1, 3, 3)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,5 +1,6 @@
 """The same network, quicker on a GPU: modules that compute what those they replace do, with less to read and write."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -33,9 +34,9 @@ class NormReluPool(nn.InstanceNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         carrier = self._carrier_for(x)
-        if not _quick(x) or x.shape[2] % 2 or x.shape[3] % 2:
+        if not _quick(x) or any(side == 0 or side % 2 for side in x.shape[2:]):
             active = relu(super().forward(x))
-            self.activity = active.mean((2, 3)) if self.shows and not inside_transform() else None
+            self.activity = active.mean((-2, -1)) if self.shows and not inside_transform() else None
             pooled = max_pool2d(active, 2)
             return pooled if carrier is None else _observed(pooled, carrier)
         from holdfast.kernels import norm_relu_pool  # which needs Triton
@@ -110,11 +111,15 @@ def _quick(x: Tensor) -> bool:
 def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
     """Replace modules of `model` by quicker ones, in place. Its parameters and its `state_dict` stay what they are.
 
+    What comes out of the model stays the same, too, but on a GPU not what comes out of a convolution before an instance
+    norm: its bias is left out. `DistributedDataParallel` then needs `find_unused_parameters=True`.
+
     Args:
         model: a sequence of modules.
         activations: whether it is looked at how active the neurons are.
     """
     names, modules = list(model._modules), list(model)
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
 
     def fusible(at: int) -> bool:
         return find_spec("triton") is not None and _is_norm_relu_pool(modules[at : at + 3])
@@ -122,11 +127,12 @@ def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
     for at, module in enumerate(modules):
         if type(module) is nn.Conv2d:
             few = _is_plain(module) and module.in_channels <= 4
-            normed = fusible(at + 1) and modules.count(module) == 1  # and not used elsewhere, too
+            normed = fusible(at + 1) and places[module] == 1
             module.__class__ = _CONVOLUTIONS[few, normed]
         if fusible(at):
             assert isinstance(module, nn.InstanceNorm2d)
-            setattr(model, names[at], NormReluPool(module.num_features, shows=activations))
+            quicker = NormReluPool(module.num_features, shows=activations).train(module.training)
+            setattr(model, names[at], quicker)
             setattr(model, names[at + 1], nn.Identity())
             setattr(model, names[at + 2], nn.Identity())
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -141,7 +147,8 @@ def _is_plain(convolution: nn.Conv2d) -> bool:
 def _is_norm_relu_pool(modules: Sequence[nn.Module]) -> bool:
     match modules:
         case [nn.InstanceNorm2d() as norm, nn.ReLU(), nn.MaxPool2d() as pool]:
-            plain = not norm.affine and not norm.track_running_stats and norm.eps == EPS
+            plain = type(norm) is nn.InstanceNorm2d and norm.eps == EPS
+            plain &= not norm.affine and not norm.track_running_stats
             windows = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices
             return plain and windows == (2, 2, 0, 1, False, False)
     return False

@@ -101,7 +101,8 @@ class LwF(Method):
 
     def _update(self) -> None:
         super()._update()
-        self._ear.heard = None  # which is not to be kept for longer where nothing was asked
+        if not self._acts_through_loss:
+            self._ear.heard = None  # which no one has asked for, and is not to be kept for longer
 
     def close(self) -> None:
         self._handle.remove()

@@ -30,8 +30,9 @@ class Method(Optimizer):
         method.step()
 
     and, when a task is finished, `method.consolidate(batches, active)`. A method says in `_update` what it makes of a
-    step, in `_penalty` what it adds to the loss, in `consolidate` what it does at a task's end, and in `_memory`,
-    `_check_memory` and `_remember` what it remembers. Where it says nothing, it is the wrapped optimizer.
+    step, in `_penalty` what it adds to the loss and in `_acts_through_loss` when that is not zero, in `consolidate`
+    what it does at a task's end, and in `_memory`, `_check_memory` and `_remember` what it remembers. Where it says
+    nothing, it is the wrapped optimizer.
     """
 
     wrapped: Optimizer

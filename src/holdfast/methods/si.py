@@ -72,6 +72,9 @@ class SI(Anchored):
 
     def _update(self) -> None:
         moving = {name: p for p, name in self._names.items() if p.grad is not None}
+        if not moving:
+            super()._update()
+            return
         values = [p.detach() for p in moving.values()]
         before = self._fused(exact_copies, values)(values)
         for name, value in zip(moving, before, strict=True):

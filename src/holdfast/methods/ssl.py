@@ -38,7 +38,7 @@ def neighbourhood(width: int, device: torch.device) -> Tensor:
 def crowding(neurons: Tensor, importance: Tensor | None, near: Tensor) -> Tensor:
     """The mean over samples of the sum over i != j of near(i, j) e^-(a_i + a_j) n_i n_j, neurons [sample, i].
 
-    Importances a of None are zero.
+    Importances a of None are zero. Its slope is right, but not to be differentiated again.
 
     >>> near = neighbourhood(2, torch.device("cpu"))
     >>> crowding(torch.tensor([[1.0, 2.0], [0.0, 5.0]]), None, near)  # 2 * 1 * 2 * exp(-9 / 2), and 0
@@ -201,7 +201,8 @@ class SSL(MAS):
 
     def _update(self) -> None:
         super()._update()
-        self._record.take()  # which is not to be kept for longer where nothing was asked
+        if not self._acts_through_loss:
+            self._record.take()  # which no one has asked for, and is not to be kept for longer
 
     def _check_width(self, name: str, neurons: Tensor) -> None:
         width = width_of(self._record.layers[name])

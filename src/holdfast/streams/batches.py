@@ -171,7 +171,7 @@ def crop(pixels: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, fill: Tens
     along = torch.arange(-padding, size - padding, device=pixels.device)
     rows, columns = top[:, None] + along, left[:, None] + torch.where(mirrored[:, None], along.flip(0), along)
     near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
-    near = (near_rows[:, :, None] * width + near_columns[:, None]).view(samples, 1, -1).expand(-1, channels, -1)
+    near = (near_rows[:, :, None] * width + near_columns[:, None]).flatten(1)[:, None].expand(-1, channels, -1)
     found = pixels.flatten(2).gather(2, near).view(samples, channels, size, size)
     inside = (rows == near_rows)[:, :, None] & (columns == near_columns)[:, None]
     return torch.where(inside[:, None], found, fill)
