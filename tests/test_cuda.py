@@ -333,6 +333,16 @@ def test_the_kernel_measures_how_important_the_planes_are(shape: tuple[int, ...]
         torch.testing.assert_close(module.carrier.grad.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("at", [(0, 0), (16, 0), (16, 16), (31, 31)])
+@pytest.mark.parametrize("mean", [0, 1e3])
+def test_the_kernel_is_exact_where_one_value_is_far_from_the_others(at: tuple[int, int], mean: float) -> None:
+    torch.manual_seed(0)
+    x = mean + torch.randn(3, 5, 32, 32, device="cuda")
+    x[:, :, at[0], at[1]] += 300
+    exact = nn.functional.max_pool2d(nn.functional.instance_norm(x.double()).relu(), 2)
+    torch.testing.assert_close(NormReluPool(5)(x).double(), exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
     x = torch.randn(2, 4, 8, 8, device="cuda")

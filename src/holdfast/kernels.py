@@ -52,6 +52,16 @@ def _window(place, width, channels, present):
 
 
 @triton.jit
+def _middle(place, height, width, channels, known):
+    """The median of three of a plane's values, so that it is no outlier."""
+    step = (height // 2) * (width // 2)
+    a = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    b = tl.load(place + (step + width // 2) * channels, mask=known, other=0.0).to(tl.float32)
+    c = tl.load(place + (2 * step + width // 2) * channels, mask=known, other=0.0).to(tl.float32)
+    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
+
+
+@triton.jit
 def _positive(value):
     return tl.where(value < 0, 0.0, value)  # which lets through what is no number
 
@@ -79,19 +89,19 @@ def _forward(
 ):
     sample, channel, plane, known = _program(channels, channel_block)
     windows = (height // 2) * (width // 2)
-    # Sums of what is left over a first value, so that the square of a large mean does not drown the deviation.
-    first = tl.load(x + sample * height * width * channels + channel, mask=known, other=0.0).to(tl.float32)
+    # Sums of what is left over some middle value, so that the square of a large mean does not drown the deviation.
+    middle = _middle(x + sample * height * width * channels + channel, height, width, channels, known)
     total = tl.zeros([window_block, channel_block], tl.float32)
     squares = tl.zeros([window_block, channel_block], tl.float32)
     for start in range(0, windows, window_block):
         within, _, present = _places(start, sample, channel, height, width, channels, window_block)
         a, b, c, d = _window(x + within, width, channels, present)
         there = present.to(tl.float32)
-        a, b, c, d = (a - first) * there, (b - first) * there, (c - first) * there, (d - first) * there
+        a, b, c, d = (a - middle) * there, (b - middle) * there, (c - middle) * there, (d - middle) * there
         total += (a + b) + (c + d)
         squares += (a * a + b * b) + (c * c + d * d)
     over = tl.sum(total, 0) / (4 * windows)
-    mean = first + over
+    mean = middle + over
     rstd = 1 / tl.sqrt(_positive(tl.sum(squares, 0) / (4 * windows) - over * over) + eps)
     away = tl.zeros([window_block, channel_block], tl.float32)
     number = tl.zeros([window_block, channel_block], tl.float32)
