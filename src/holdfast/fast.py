@@ -34,7 +34,7 @@ class NormReluPool(nn.InstanceNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         carrier = self._carrier_for(x)
-        if not _quick(x) or any(side == 0 or side % 2 for side in x.shape[2:]):
+        if not _quick(x) or x.shape[2] % 2 or x.shape[3] % 2:
             active = relu(super().forward(x))
             self.activity = active.mean((-2, -1)) if self.shows and not inside_transform() else None
             pooled = max_pool2d(active, 2)
@@ -105,7 +105,7 @@ def _observed(pooled: Tensor, carrier: Tensor) -> Tensor:
 
 
 def _quick(x: Tensor) -> bool:
-    return x.is_cuda and x.dim() == 4 and x.dtype != torch.float64 and not inside_transform()
+    return x.is_cuda and x.dim() == 4 and x.numel() > 0 and x.dtype != torch.float64 and not inside_transform()
 
 
 def quicken(model: nn.Sequential, *, activations: bool = False) -> None:
