@@ -12,7 +12,7 @@ import typer
 
 from holdfast.errors import UserError, warn_in_one_line
 from holdfast.study import paper
-from holdfast.study.records import Entry, Run, Study, StudyError
+from holdfast.study.records import Entry, Run, Study, StudyError, default_name
 
 if TYPE_CHECKING:
     from holdfast.study.running import How
@@ -287,6 +287,9 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", metavar="METHOD.NAME=VALUE", help="Another setting than the paper's; may be repeated."),
     ] = None,
+    searched: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Take the settings that searches in this study found the best.")
+    ] = None,
     validation: Validation = False,
     curve: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Points of the curves in each task; 10 on a GPU, 2 on a CPU.")
@@ -322,7 +325,10 @@ def reproduce(
         compile=gpu if compiled is None else compiled,
     )
     chosen = [*paper.METHODS, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
-    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen))
+    other = _searched(searched, stream, chosen) if searched else {}
+    for method, own in _by_method(settings or [], chosen).items():
+        other[method] = other.get(method, {}) | own
+    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=other)
     _carry_out(_study(out, stream), runs, how, beside_the_paper=True)
 
 
@@ -336,6 +342,17 @@ def _names(text: str) -> list[str]:
     if not names:
         raise StudyError("--methods is empty")
     return names
+
+
+def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[str, Any]]:
+    """The best settings of the searches in a folder, of those methods that were searched."""
+    from holdfast.study import files, sweep
+
+    found = {method: settings for method, settings in sweep.chosen(folder, stream).items() if method in methods}
+    for method, settings in found.items():
+        files.check_settings(method, {name: value for name, value in settings.items() if name != "lr"})
+        typer.echo(f"{default_name(method, settings)}: the best in {folder}")
+    return found
 
 
 def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]]:

@@ -128,6 +128,19 @@ def read(folder: Path) -> list[Sweep]:
     return found
 
 
+def chosen(folder: Path, stream: str) -> dict[str, dict[str, Any]]:
+    """The settings that gave the most in the searches on a stream that were saved in a folder, by method."""
+    points = [
+        (tried.final.mean, sweep.common.plan["method"], {**sweep.common.plan["settings"], sweep.over: tried.value})
+        for sweep in read(folder)
+        for tried in sweep.curve
+        if sweep.common.stream == stream and tried.final is not None
+    ]
+    if not points:
+        raise StudyError(f"{folder} has no search on {stream}: holdfast sweep {stream} ewc --out {folder} makes one")
+    return {method: settings for _, method, settings in sorted(points, key=lambda point: point[0])}
+
+
 def best(curve: Iterable[Tried]) -> float:
     """The value with the highest mean; the smaller one if several have it."""
     finished = [(-tried.final.mean, tried.value) for tried in curve if tried.final is not None]
