@@ -325,10 +325,8 @@ def reproduce(
         compile=gpu if compiled is None else compiled,
     )
     chosen = [*paper.METHODS, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
-    other = _searched(searched, stream, chosen) if searched else {}
-    for method, own in _by_method(settings or [], chosen).items():
-        other[method] = other.get(method, {}) | own
-    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=other)
+    found = _searched(searched, stream, chosen) if searched else {}
+    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen, found))
     _carry_out(_study(out, stream), runs, how, beside_the_paper=True)
 
 
@@ -346,20 +344,19 @@ def _names(text: str) -> list[str]:
 
 def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[str, Any]]:
     """The best settings of the searches in a folder, of those methods that were searched."""
-    from holdfast.study import files, sweep
+    from holdfast.study import sweep
 
     found = {method: settings for method, settings in sweep.chosen(folder, stream).items() if method in methods}
     for method, settings in found.items():
-        files.check_settings(method, {name: value for name, value in settings.items() if name != "lr"})
         typer.echo(f"{default_name(method, settings)}: the best in {folder}")
     return found
 
 
-def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]]:
+def _by_method(texts: list[str], methods: list[str], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What was found, with what `--set` says over it; all of it checked."""
     from holdfast.study import files
     from holdfast.training import Plan
 
-    found: dict[str, dict[str, Any]] = {}
     for text in texts:
         method, dot, rest = text.partition(".")
         if not dot:

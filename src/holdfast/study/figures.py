@@ -597,7 +597,7 @@ def _name_corner(axes: Axes, points: Array) -> Array:
 def _searches(number: int, sweeps: Sequence[Sweep]) -> Drawing:
     common = sweeps[0].common
     figure, panels = _grid(len(sweeps), min(3, len(sweeps)), each=1.5, more=0.3, sharex=False)
-    means = [tried.final.mean for sweep in sweeps for tried in sweep.curve if tried.final is not None]
+    means = [mean for sweep in sweeps for mean in sweep.means]
     low = max(min(means), max(means) - SHOWN_BELOW_THE_BEST) - 0.02 if means else 0.0
     for axes, sweep in zip(panels, sweeps, strict=True):
         _curve(axes, sweep, low)
