@@ -148,6 +148,7 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("reproduce", "imnist", "--set", "ewc.strengh=3"), "ewc has no setting 'strengh'"),
         (("reproduce", "imnist", "--set", "ewx.strength=3"), "ewx is not among the methods"),
         (("reproduce", "imnist", "--set", "lwf.weight=3"), "lwf is not among the methods"),
+        (("reproduce", "imnist", "--searched", "nowhere"), "nowhere has no search on imnist: holdfast sweep imnist"),
         (("reproduce", "imnist", "--set", "npc.lr=-1"), "lr must be above 0, got -1"),
         (("reproduce", "imnist", "--set", "npc.lr=abc"), "lr must be a number, got 'abc'"),
         (("sweep", "digits", "ewc", "--values", "1,-1"), "ewc does not take -1 as strength"),

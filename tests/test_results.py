@@ -299,6 +299,7 @@ def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("holdfast.study.running.on_gpu", lambda how: True)
     monkeypatch.setattr("holdfast.cli._execute", record)
     monkeypatch.setattr("holdfast.cli._carry_out", record)
+    monkeypatch.chdir(ROOT)
     for command in commands():
         at = command.index("--out") + 1
         command[at] = str(tmp_path / Path(command[at]).name)

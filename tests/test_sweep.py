@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.study.records import Entry, Run, Study, StudyError
 from holdfast.study.running import How, perform
-from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, read, search
+from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, chosen, read, search
 from holdfast.training import Plan
 from test_exports import entry
 
@@ -93,6 +93,20 @@ def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     assert again.as_dict() == found.as_dict()
     assert again.best == found.best
     assert read(tmp_path / "elsewhere") == []
+
+
+def test_the_best_settings_of_all_searches_on_a_stream(tmp_path: Path) -> None:
+    search("digits", Plan("ewc"), "strength", 1, outcomes(10, [])).save(tmp_path)
+    search("digits", Plan("mas", {"samples": 8}), "strength", 1, outcomes(1, []), values=[0.1, 10.0], finer=()).save(
+        tmp_path
+    )
+    search("digits", Plan("mas", {"samples": 9}), "strength", 1, outcomes(1, []), values=[2.0], finer=()).save(tmp_path)
+    search("imnist", Plan("si"), "strength", 1, outcomes(1, [])).save(tmp_path)
+    assert chosen(tmp_path, "digits") == {"ewc": {"strength": 10}, "mas": {"samples": 9, "strength": 2}}
+    search("digits", Plan("si"), "strength", 1, outcomes(1, []), values=[0.1, 10.0], finer=()).save(tmp_path)
+    assert chosen(tmp_path, "digits")["si"] == {"strength": 0.1}  # the smaller one if several are the best
+    with pytest.raises(StudyError, match="has no search on icifar100: holdfast sweep icifar100 ewc --out"):
+        chosen(tmp_path, "icifar100")
 
 
 def test_if_every_run_fails_that_is_an_error() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, tensors_in
-from holdfast import checkpoint, training
+from holdfast import atomic, checkpoint, training
 from holdfast.checkpoint import CheckpointError
 from holdfast.methods import METHODS
 from holdfast.streams.sources import Images, Source
@@ -144,7 +144,7 @@ def run_to_its_end(method: str, folder: Path) -> None:
     torch.set_num_threads(1)
     how = plan(method, curve=8, epochs=6, model="small_cnn")  # which has dropout
     record = train(stream(), how, device="cpu", folder=folder, save_every=0)
-    (folder / "record.json").write_text(json.dumps(outcome(record)))
+    atomic.write(folder / "record.json", json.dumps(outcome(record)).encode())  # since it may be killed here, too
 
 
 @pytest.mark.parametrize("method", ["npc", "joint"])

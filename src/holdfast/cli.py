@@ -12,7 +12,7 @@ import typer
 
 from holdfast.errors import UserError, warn_in_one_line
 from holdfast.study import paper
-from holdfast.study.records import Entry, Run, Study, StudyError
+from holdfast.study.records import Entry, Run, Study, StudyError, default_name
 
 if TYPE_CHECKING:
     from holdfast.study.running import How
@@ -287,6 +287,9 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", metavar="METHOD.NAME=VALUE", help="Another setting than the paper's; may be repeated."),
     ] = None,
+    searched: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Take the settings that searches in this study found the best.")
+    ] = None,
     validation: Validation = False,
     curve: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Points of the curves in each task; 10 on a GPU, 2 on a CPU.")
@@ -322,7 +325,8 @@ def reproduce(
         compile=gpu if compiled is None else compiled,
     )
     chosen = [*paper.METHODS, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
-    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen))
+    found = _searched(searched, stream, chosen) if searched else {}
+    runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen, found))
     _carry_out(_study(out, stream), runs, how, beside_the_paper=True)
 
 
@@ -338,11 +342,21 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _by_method(texts: list[str], methods: list[str]) -> dict[str, dict[str, Any]]:
+def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[str, Any]]:
+    """The best settings of the searches in a folder, of those methods that were searched."""
+    from holdfast.study import sweep
+
+    found = {method: settings for method, settings in sweep.chosen(folder, stream).items() if method in methods}
+    for method, settings in found.items():
+        typer.echo(f"{default_name(method, settings)}: the best in {folder}")
+    return found
+
+
+def _by_method(texts: list[str], methods: list[str], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What was found, with what `--set` says over it; all of it checked."""
     from holdfast.study import files
     from holdfast.training import Plan
 
-    found: dict[str, dict[str, Any]] = {}
     for text in texts:
         method, dot, rest = text.partition(".")
         if not dot:

@@ -48,8 +48,8 @@ def crowding(neurons: Tensor, importance: Tensor | None, near: Tensor) -> Tensor
     if importance is not None:
         weighted = weighted * torch.exp(-importance)
     others = weighted.detach() @ near.to(weighted.dtype)
-    product = others * weighted  # of which each pair is two, so that its slope is twice that by this factor
-    return (2 * product - product.detach()).sum(1).mean()
+    product = others * weighted
+    return (2 * product - product.detach()).sum(1).mean()  # near is symmetric, so that the slope is 2 * others
 
 
 def crowding_of_all(layers: Sequence[tuple[Tensor, Tensor | None, Tensor]], weight: float) -> Tensor:

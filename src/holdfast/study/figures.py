@@ -383,15 +383,21 @@ def _tasks(comparison: Comparison, looks: Mapping[str, Look]) -> Drawing | None:
 
 def _panels(comparison: Comparison, count: int, columns: int, *, each: float, more: float) -> tuple[Figure, list[Axes]]:
     """A figure of panels over time, each of them `each` inches high; the lowest of each column names the tasks."""
-    height = math.ceil(count / columns)
-    figure = Figure((WIDTH, each * height + more))
-    grid: list[Axes] = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False).flatten().tolist()
-    for axes in grid[count:]:
-        axes.remove()
-    for number, axes in enumerate(grid[:count]):
+    figure, panels = _grid(count, columns, each=each, more=more, sharex=True)
+    for number, axes in enumerate(panels):
         _task_axis(axes, comparison.tasks, 5.6 / columns)
         axes.tick_params(axis="x", which="both", labelbottom=number + columns >= count)
     figure.supxlabel("task being learnt", fontsize=9)
+    return figure, panels
+
+
+def _grid(count: int, columns: int, *, each: float, more: float, sharex: bool) -> tuple[Figure, list[Axes]]:
+    """A figure of panels with one axis of accuracy, in rows that are `each` inches high."""
+    height = math.ceil(count / columns)
+    figure = Figure((WIDTH, each * height + more))
+    grid: list[Axes] = figure.subplots(height, columns, sharex=sharex, sharey=True, squeeze=False).flatten().tolist()
+    for axes in grid[count:]:
+        axes.remove()
     return figure, grid[:count]
 
 
@@ -590,20 +596,15 @@ def _name_corner(axes: Axes, points: Array) -> Array:
 
 def _searches(number: int, sweeps: Sequence[Sweep]) -> Drawing:
     common = sweeps[0].common
-    columns = min(3, len(sweeps))
-    height = math.ceil(len(sweeps) / columns)
-    figure = Figure((WIDTH, 1.5 * height + 0.3))
-    grid: list[Axes] = figure.subplots(height, columns, sharey=True, squeeze=False).flatten().tolist()
-    means = [tried.final.mean for sweep in sweeps for tried in sweep.curve if tried.final is not None]
+    figure, panels = _grid(len(sweeps), min(3, len(sweeps)), each=1.5, more=0.3, sharex=False)
+    means = [mean for sweep in sweeps for mean in sweep.means]
     low = max(min(means), max(means) - SHOWN_BELOW_THE_BEST) - 0.02 if means else 0.0
-    for axes, sweep in zip(grid, sweeps, strict=False):
+    for axes, sweep in zip(panels, sweeps, strict=True):
         _curve(axes, sweep, low)
-    grid[0].margins(y=0.08)
-    grid[0].set_ylim(bottom=low)
-    for axes in grid[: len(sweeps)]:
+    panels[0].margins(y=0.08)
+    panels[0].set_ylim(bottom=low)
+    for axes in panels:
         _accuracy_axis(axes)
-    for axes in grid[len(sweeps) :]:
-        axes.remove()
     figure.supylabel("average accuracy", fontsize=9)
     return Drawing(
         f"search-{_slug(common.stream)}-{number}-validation",

@@ -58,6 +58,11 @@ class Sweep:
         return best(self.curve)
 
     @property
+    def means(self) -> list[float]:
+        """What the values gave whose runs came to their end."""
+        return [tried.final.mean for tried in self.curve if tried.final is not None]
+
+    @property
     def at_the_edge(self) -> bool:
         """Whether the best value is the smallest or the largest that was tried, so that a better one may lie beyond."""
         return self.best in (self.curve[0].value, self.curve[-1].value)
@@ -126,6 +131,15 @@ def read(folder: Path) -> list[Sweep]:
         except UNREADABLE as error:
             warnings.warn(f"{path} is no search, and is left out ({error})", stacklevel=2)
     return found
+
+
+def chosen(folder: Path, stream: str) -> dict[str, dict[str, Any]]:
+    """The settings that gave the most in the searches on a stream that were saved in a folder, by method."""
+    found = [sweep for sweep in read(folder) if sweep.common.stream == stream and sweep.means]
+    if not found:
+        raise StudyError(f"{folder} has no search on {stream}: holdfast sweep {stream} ewc --out {folder} makes one")
+    plans = [(sweep.common.plan, sweep) for sweep in sorted(found, key=lambda sweep: max(sweep.means))]
+    return {plan["method"]: {**plan["settings"], sweep.over: sweep.best} for plan, sweep in plans}
 
 
 def best(curve: Iterable[Tried]) -> float:
