@@ -10,14 +10,16 @@ Each run is a file in results/variations/: its record as JSON, as of any run. Wh
 import argparse
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from holdfast.methods import cpc
 from holdfast.models import MODELS, Shape, build_model
 from holdfast.streams import ICIFAR100_FRAME
 from holdfast.streams.sources import load
@@ -25,6 +27,16 @@ from holdfast.streams.tasks import Frame, Stream, split
 from holdfast.study.paper import METHODS, SETTINGS, TASKS, learning_rate
 from holdfast.study.records import write_json
 from holdfast.training import Plan, train
+
+
+def measure_together_(
+    importances: Sequence[Tensor], values: Sequence[Tensor], slopes: Sequence[Tensor], rate: float
+) -> None:
+    """`cpc.measure_` with |w dL/dw| over its mean in all parameters together, instead of in each."""
+    measured = [(value * slope).abs() for value, slope in zip(values, slopes, strict=True)]
+    mean = torch.stack([each.sum() for each in measured]).sum() / sum(each.numel() for each in measured)
+    for importance, each in zip(importances, measured, strict=True):
+        importance.lerp_(each / mean, rate)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Variation:
     lr: float | None = None
     frame: Frame = ICIFAR100_FRAME
     model: str = "paper_cnn"
+    measure_connections: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], float], None] = cpc.measure_
 
     def plan(self, seed: int, epochs: float, rate: float | None = None, **others: Any) -> Plan:
         lr = self.lr or learning_rate(self.method)
@@ -57,6 +70,7 @@ VARIATIONS = {
     "npc, heads at half the rate": Variation("npc", model="slow_head"),
     "npc, largest rate 0.05": Variation("npc", {"gain": 2.0}, lr=0.05),  # eta_max of the paper, with its alpha of 0.1
     "cpc, largest rate 0.05": Variation("cpc", {"gain": 2.0}, lr=0.05),
+    "cpc, measured together": Variation("cpc", measure_connections=measure_together_),
     "ewc, in the loss, 300": Variation("ewc", {"penalty": "loss", "strength": 300.0}),
     "mas, in the loss, 1": Variation("mas", {"penalty": "loss", "strength": 1.0}),
     "si, in the loss, 0.1": Variation("si", {"penalty": "loss", "strength": 0.1}),
@@ -120,7 +134,8 @@ def main() -> None:
             path = options.out / f"{name.replace(',', '').replace(' ', '-')}-{seed}.json"
             if path.exists():
                 continue
-            record = train(learnt, variation.plan(seed, options.epochs, options.rate, **how))
+            with patch.object(cpc, "measure_", variation.measure_connections):
+                record = train(learnt, variation.plan(seed, options.epochs, options.rate, **how))
             write_json(path, {"name": name, **dataclasses.asdict(record)})
             final = record.failure["why"] if record.failure else f"{100 * record.summary['final']:.2f}%"
             print(f"{name}, seed {seed}: {final}", flush=True)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from holdfast.fast import EPS
 
-_CHANNELS = 64  # that a program takes, if there are as many
-
 
 @triton.jit
 def _program(channels, channel_block: tl.constexpr):
@@ -201,13 +199,13 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(x: Tensor, spare: bool) -> _Tile:
-    """What was the fastest on an H200, of planes of 32x32, 16x16 and 8x8; smaller, to `spare` registers."""
+def _tile(x: Tensor) -> _Tile:
+    """What was the fastest on an H200, of planes of 32x32, 16x16 and 8x8."""
     samples, channels, height, width = x.shape
     windows = triton.next_power_of_2(height // 2 * (width // 2))
-    wide = min(triton.next_power_of_2(channels), _CHANNELS)
+    wide = min(triton.next_power_of_2(channels), 64 if windows > 16 else 32)
     grid = samples, triton.cdiv(channels, wide)
-    return _Tile(grid, 64, wide, 8) if windows > 64 and not spare else _Tile(grid, min(windows, 32), wide, 4)
+    return _Tile(grid, 64, wide, 8) if windows > 64 else _Tile(grid, min(windows, 32), wide, 4)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -232,7 +230,7 @@ def norm_relu_pool(x: Tensor, shows: bool, carrier: Tensor | None) -> tuple[Tens
     """
     x = x.contiguous(memory_format=torch.channels_last)
     out, *of_planes = _room(x, shows)
-    grid, *blocks, warps = _tile(x, spare=shows)
+    grid, *blocks, warps = _tile(x)
     with torch.cuda.device_of(x):
         _forward[grid](x, out, *of_planes, *_sizes(x), EPS, shows, *blocks, num_warps=warps)
     return out, *of_planes  # type: ignore[return-value]
@@ -257,7 +255,7 @@ def _slopes(
     shows = slope_of_activity is not None
     of_activity = slope if slope_of_activity is None else slope_of_activity.contiguous()
     out, taylor = _room_for_slopes(x, measures)
-    grid, *blocks, warps = _tile(x, spare=False)
+    grid, *blocks, warps = _tile(x)
     with torch.cuda.device_of(x):
         _backward[grid](
             *(x, slope, of_activity, *of_planes, out, taylor, *_sizes(x), shows, measures, *blocks), num_warps=warps
