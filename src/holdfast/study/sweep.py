@@ -134,11 +134,14 @@ def read(folder: Path) -> list[Sweep]:
 
 
 def chosen(folder: Path, stream: str) -> dict[str, dict[str, Any]]:
-    """The settings that gave the most in the searches on a stream that were saved in a folder, by method."""
+    """The settings that gave the most in the searches on a stream that were saved in a folder, by method.
+
+    Of several searches for a method those with the most seeds count.
+    """
     found = [sweep for sweep in read(folder) if sweep.common.stream == stream and sweep.means]
     if not found:
         raise StudyError(f"{folder} has no search on {stream}: holdfast sweep {stream} ewc --out {folder} makes one")
-    plans = [(sweep.common.plan, sweep) for sweep in sorted(found, key=lambda sweep: max(sweep.means))]
+    plans = [(sweep.common.plan, sweep) for sweep in sorted(found, key=lambda sweep: (sweep.seeds, max(sweep.means)))]
     return {plan["method"]: {**plan["settings"], sweep.over: sweep.best} for plan, sweep in plans}
 
 
