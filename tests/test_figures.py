@@ -486,7 +486,7 @@ def test_a_search_is_drawn_as_it_was_found() -> None:
     curve = {0.01: 0.2, 0.1: 0.6, 1.0: 0.8, 10.0: None}
     (drawing,) = figures.draw_searches([sweep_of("ewc", curve), sweep_of("mas", {1.0: 0.7, 2.0: 0.75}, seeds=3)])
     first, second = drawing.figure.axes
-    assert [axes.get_title("left") for axes in (first, second)] == ["ewc: strength", "mas: strength"]
+    assert [axes.get_title("left") for axes in (first, second)] == ["ewc: strength", "mas: strength, 3 seeds"]
     line, below, failed, best = first.lines
     assert np.allclose(line.get_xydata(), [(0.01, 0.2), (0.1, 0.6), (1.0, 0.8)])
     assert list(below.get_xdata()) == [0.01]  # far below the best, which the panel does not show

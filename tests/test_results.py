@@ -6,9 +6,9 @@ import shlex
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ DOCUMENT = ROOT / "docs" / "reproduction.md"
 STUDIES = sorted(path.parent for path in RESULTS.glob("*/runs"))
 SEARCHES = sorted(path.parent for path in RESULTS.glob("*/sweeps"))
 NAMES = {"fine-tuning": "finetune"}
-JOINT = "joint, tasks of a third"
 
 pytestmark = pytest.mark.skipif(not STUDIES, reason="the results are not part of what is here")
 
@@ -79,20 +78,20 @@ def settings_of(study: str, method: str) -> dict[str, Any]:
     return settings
 
 
-def tried(study: str) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """The method, the settings and what they gave on validation images, of all points of a search."""
+def tried(study: str) -> Iterator[tuple[str, int, float, dict[str, Any]]]:
+    """The method, the number of seeds, what they gave on validation images and the settings, of all points."""
     for path in (RESULTS / study / "sweeps").glob("*.json"):
         found = read_json(path)
         for point in found["curve"]:
             settings = {**found["plan"]["settings"], found["over"]: point["value"]}
-            yield found["plan"]["method"], settings, point["final"]["mean"]
+            yield found["plan"]["method"], found["seeds"], point["final"]["mean"], settings
 
 
 @pytest.mark.parametrize(("stream", "shorter"), [("icifar100", 1), ("imnist", 3)])
 def test_the_chosen_settings_are_those_that_the_search_found(stream: str, shorter: float) -> None:
     points = list(tried(f"{stream}-search"))
-    for method in {method for method, _, _ in points}:
-        best = max((point for point in points if point[0] == method), key=lambda point: point[2])[1]
+    for method in {method for method, *_ in points}:
+        *_, best = max((point for point in points if point[0] == method), key=lambda point: point[1:3])
         if "rate" in best:
             best["rate"] /= shorter
         assert settings_of(stream, method) == pytest.approx(best)
@@ -101,7 +100,6 @@ def test_the_chosen_settings_are_those_that_the_search_found(stream: str, shorte
 @pytest.mark.parametrize(("stream", "name"), [("icifar100", "iCIFAR100"), ("imnist", "iMNIST")])
 def test_the_table_beside_the_paper_s(stream: str, name: str) -> None:
     found = {row: row_ for row, row_ in rows(stream).items() if row != paper.OFF}
-    found[JOINT] = rows(f"{stream}-joint")["joint"]
     lines = iter(table(f"Table 1: {name}"))
     for label, *cells in lines:
         row = found.pop(NAMES.get(label, label.lower()))
@@ -147,44 +145,83 @@ def test_the_searches(stream: str, digits: int) -> None:
     for path in (RESULTS / f"{stream}-search" / "sweeps").glob("*.json"):
         search = read_json(path)
         curve = ", ".join(f"{point['value']:g}: {100 * point['final']['mean']:.{digits}f}" for point in search["curve"])
-        found[search["plan"]["method"], search["over"]] = curve
+        found[search["plan"]["method"], search["over"], search["seeds"]] = curve
     lines = {}
     for label, *cells in table("Where the settings come from", {"icifar100": 0, "imnist": 1}[stream]):
-        method, over = label.split(", ")
-        lines[method.lower(), over.split()[-1]] = cells
+        method, over, *seeds = label.split(", ")
+        lines[method.lower(), over.split()[-1], int(seeds[0].removesuffix(" seeds")) if seeds else 1] = cells
     assert {key: curve for key, (curve, _, _) in lines.items()} == found
-    for (method, over), (_, chosen, printed) in lines.items():
+    for (method, over, _), (_, chosen, printed) in lines.items():
         assert float(chosen.split()[0]) == settings_of(stream, method)[over]
-        assert printed == f"{paper.SETTINGS[stream][method].get(over, 'not given')}".removesuffix(".0")
+        assert printed == f"{paper.SETTINGS[stream].get(method, {}).get(over, 'not given')}".removesuffix(".0")
 
 
-def averages(study: str) -> list[float]:
-    (row,) = rows(study).values()
-    return [100 * record.summary["final"] for record in row.records]
+def averages(records: Iterable[Record]) -> list[float]:
+    return [100 * record.summary["final"] for record in records if record.summary]
 
 
-def test_the_variations() -> None:
-    lines = {name: cells for name, *cells in table("What was changed to find out")}
-    for name, study in (("as it is", "icifar100-bf16"), ("float32", "icifar100-float32")):
-        final = rows(study)["npc"].metric("final")
-        assert final is not None
-        assert lines.pop(name) == [", ".join(f"{value:.1f}" for value in averages(study)), final.percent()]
+def shown(values: Sequence[float]) -> list[str]:
+    """Of a line in a table: each value, and their mean."""
+    return [", ".join(f"{value:.1f}" for value in values), mean_of(values)]
+
+
+def mean_of(values: Sequence[float]) -> str:
+    error = f"({stdev(values) / len(values) ** 0.5:.2f})" if len(values) > 1 else ""
+    return f"{fmean(values):.2f}{error}"
+
+
+def variations() -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for path in sorted((RESULTS / "variations").glob("*.json")):
         record = read_json(path)
         found.setdefault(record.pop("name"), []).append(Record.from_dict(record))
-    for name, (each, mean) in lines.items():
-        values = [100 * record.summary["final"] for record in found.pop(f"npc, {name}")]
-        assert (each, mean) == (", ".join(f"{value:.1f}" for value in values), f"{fmean(values):.2f}")
-    ((failed,),) = (found.pop("si, in the loss, 0.1"),)
-    assert failed.failure
-    assert failed.failure["task"] == 1
-    stiffness = re.search(r"importance is ([\d.]+) in 'conv1.weight'", failed.failure["why"])
-    assert stiffness
-    text = " ".join(DOCUMENT.read_text().split())
-    assert f"after {failed.failure['step']} steps of the second task" in text
-    assert f"importance is {stiffness[1]} for a weight of the first convolution" in text
-    assert not found
+    return found
+
+
+def test_the_variations() -> None:
+    heading, found, text = "What was changed to find out", variations(), " ".join(DOCUMENT.read_text().split())
+    lines = {name: cells for name, *cells in table(heading)}
+    assert lines.pop("as it is") == shown(averages(rows("icifar100")["npc"].records))
+    assert all(cells == shown(averages(found[f"npc, {name}"])) for name, cells in lines.items())
+    told = {f"npc, {name}" for name in lines}
+    precisions = {name: cells for name, *cells in table(heading, 1)}
+    assert precisions == {name: shown(averages(rows(f"icifar100-{name}")["npc"].records)) for name in precisions}
+    as_it_is = rows("icifar100") | rows("icifar100-paper") | {"ewc": rows("icifar100-ewc")["ewc (strength=50.0)"]}
+    for label, *cells in table(heading, 2):
+        name = NAMES.get(label, label.lower())
+        told.add(f"{name}, black border")
+        printed = paper.table1("icifar100", name)
+        assert cells == [
+            mean_of(averages(as_it_is[name].records)),
+            mean_of(averages(found[f"{name}, black border"])),
+            printed.average.percent() if printed else "not given",
+        ]
+    for label, *cells in table(heading, 3):
+        method, _, what = label.partition(", ")
+        told.add(name := f"{method.lower()}, {what}")
+        first = found[name][0]
+        if first.failure is None:
+            assert cells == shown(averages(found[name]))
+            continue
+        assert first.failure["task"] == 1
+        assert cells == [f"diverged after {first.failure['step']} steps of the second task", "none"]
+        stiffness = re.search(r"importance is ([\d.]+) in 'conv1.weight'", first.failure["why"])
+        assert stiffness
+        assert stiffness[1] in text
+    assert told == {*found}
+    at_300 = averages(rows("icifar100")["ewc"].records)
+    strengths = [averages(rows("icifar100-ewc")[f"ewc (strength={value})"].records) for value in (50.0, 1000.0)]
+    given = [mean_of(values) for values in (strengths[0], at_300, strengths[1])]
+    assert f"gave EWC {given[0]}, {given[1]} and {given[2]}" in text
+
+
+def test_where_neurons_are_seen_in_the_variations() -> None:
+    def learnt(records: Iterable[Record]) -> str:
+        means = 100 * np.mean([[record.matrix[task][task] for task in range(1, 5)] for record in records], axis=0)
+        return f"{means.min():.0f} to {means.max():.0f}%"
+
+    before, after = learnt(variations()["npc, seen before the norm"]), learnt(rows("icifar100")["npc"].records)
+    assert f"tasks 2 to 5 at {before} right after learning instead of {after}" in " ".join(DOCUMENT.read_text().split())
 
 
 def neurons_of(name: str) -> Iterator[dict[str, Any]]:
@@ -234,7 +271,7 @@ def test_numbers_in_the_text() -> None:
     forgotten = {name: 100 * row.metric("forgetting").mean for name, row in found.items()}
     learnt = {
         name: fmean(record.matrix[task][task] for record in found[name].records for task in range(1, 5))
-        for name in ("npc", "si", "ssl", "mas", "finetune")
+        for name in ("npc", "ewc", "si", "ssl", "mas", "finetune")
     }
     for rival in ("cpc", "si", "ssl", "ewc", "mas"):
         lead = final["npc"].mean - final[rival].mean
@@ -243,10 +280,12 @@ def test_numbers_in_the_text() -> None:
     ahead, error = final["lwf"].mean - final["npc"].mean, np.hypot(final["npc"].error, final["lwf"].error)
     assert f"{100 * ahead:.1f} ({100 * error:.1f}) points above NPC" in text
     assert f"({forgotten['lwf']:.1f} points; NPC {forgotten['npc']:.1f})" in text
-    assert f"({forgotten['npc']:.1f} points; SI {forgotten['si']:.1f}, MAS {forgotten['mas']:.1f})" in text
+    few = ", ".join(f"{name.upper()} {forgotten[name]:.1f}" for name in ("ewc", "si", "mas"))
+    assert f"({forgotten['npc']:.1f} points; {few})" in text
     percent = {name: f"{100 * value:.0f}%" for name, value in learnt.items()}
     assert f"{percent['npc']} right after learning, fine-tuning {percent['finetune']}" in text
-    assert f"tasks 2 to 5; SI {percent['si']}, SSL {percent['ssl']}, MAS {percent['mas']}; fine-tuning" in text
+    others = ", ".join(f"{name.upper()} {percent[name]}" for name in ("ewc", "si", "ssl", "mas"))
+    assert f"tasks 2 to 5; {others}; fine-tuning" in text
     silent = {name: [neurons["change"]["silent"] for neurons in neurons_of(name)] for name in ("npc", "npc off")}
     kept, free = silent["npc"], silent["npc off"]
     assert f"{min(kept)} to {max(kept)} of the 512 neurons hardly vary with NPC, {min(free)} to {max(free)}" in text
@@ -274,7 +313,7 @@ def test_how_often_training_falls() -> None:
     assert f"and {ends} of them are ends of tasks" in text
     assert falls(("npc", "cpc")) == (0, 0, 270)
     found = rows("icifar100")
-    same = {tuple(record.matrix[0][0] for record in found[name].records) for name in ("ewc", "mas", "si", "finetune")}
+    same = {tuple(record.matrix[0][0] for record in found[name].records) for name in ("mas", "si", "finetune")}
     ((_, _, fallen),) = same
     assert fallen == 0.474
     without = {name: 50 * sum(record.summary["final"] for record in row.records[:2]) for name, row in found.items()}
@@ -341,7 +380,7 @@ def test_the_paper_s_experiment_runs_scaled_down(tmp_path: Path) -> None:
 
 def test_the_variations_run_scaled_down(tmp_path: Path) -> None:
     small_cifar(tmp_path)
-    names = ["npc, black border", "npc, seen before the norm", "npc, dropout before the hidden layer"]
+    names = ["npc, seen before the norm", "npc, dropout before the hidden layer", "cpc, black border"]
     options = ["--seeds", "1", "--epochs", "0.5", "--width", "0.05", "--data", str(tmp_path), "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, RESULTS / "variations.py", *names, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -366,3 +405,11 @@ def test_the_slow_head_of_the_variations() -> None:
     script["with_slow_head"](modules)
     modules["head"](torch.ones(1, 3)).sum().backward()
     assert modules["head"].weight.grad.unique().tolist() == [0.5]
+
+
+def test_connections_measured_together_in_the_variations() -> None:
+    script = runpy.run_path(str(RESULTS / "variations.py"))
+    importances = [torch.zeros(2), torch.zeros(1)]
+    values, slopes = [torch.tensor([1.0, -3.0]), torch.tensor([2.0])], [torch.ones(2), torch.full([1], 2.0)]
+    script["measure_together_"](importances, values, slopes, 0.5)  # 1, 3 and 4, of which the mean is 8/3
+    assert torch.cat(importances).tolist() == pytest.approx([0.1875, 0.5625, 0.75])

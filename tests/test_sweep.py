@@ -105,6 +105,8 @@ def test_the_best_settings_of_all_searches_on_a_stream(tmp_path: Path) -> None:
     assert chosen(tmp_path, "digits") == {"ewc": {"strength": 10}, "mas": {"samples": 9, "strength": 2}}
     search("digits", Plan("si"), "strength", 1, outcomes(1, []), values=[0.1, 10.0], finer=()).save(tmp_path)
     assert chosen(tmp_path, "digits")["si"] == {"strength": 0.1}  # the smaller one if several are the best
+    search("digits", Plan("si"), "strength", 3, outcomes(1, []), values=[100.0], finer=()).save(tmp_path)
+    assert chosen(tmp_path, "digits")["si"] == {"strength": 100}  # worse, but more seeds say so
     with pytest.raises(StudyError, match="has no search on icifar100: holdfast sweep icifar100 ewc --out"):
         chosen(tmp_path, "icifar100")
 

@@ -599,8 +599,11 @@ def _searches(number: int, sweeps: Sequence[Sweep]) -> Drawing:
     figure, panels = _grid(len(sweeps), min(3, len(sweeps)), each=1.5, more=0.3, sharex=False)
     means = [mean for sweep in sweeps for mean in sweep.means]
     low = max(min(means), max(means) - SHOWN_BELOW_THE_BEST) - 0.02 if means else 0.0
+    mixed = len({sweep.seeds for sweep in sweeps}) > 1
     for axes, sweep in zip(panels, sweeps, strict=True):
         _curve(axes, sweep, low)
+        seeds = f", {sweep.seeds} seeds" if mixed and sweep.seeds > 1 else ""
+        axes.set_title(shortened(f"{sweep.common.name}: {sweep.over}", 28 - len(seeds)) + seeds)
     panels[0].margins(y=0.08)
     panels[0].set_ylim(bottom=low)
     for axes in panels:
@@ -629,7 +632,6 @@ def _curve(axes: Axes, sweep: Sweep, low: float) -> None:
     if ended:
         axes.plot(sweep.best, max(means), color=PALETTE[0], marker="o", zorder=3)
     _value_axis(axes, [tried.value for tried in sweep.curve])
-    axes.set_title(shortened(f"{sweep.common.name}: {sweep.over}", 28))
 
 
 def _value_axis(axes: Axes, values: Sequence[float]) -> None:
