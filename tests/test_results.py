@@ -292,6 +292,17 @@ def test_numbers_in_the_text() -> None:
     assert f"after {np.log(0.3) / np.log(1 - 5e-4):,.0f} steps" in text
 
 
+def test_the_last_digits() -> None:
+    text = " ".join(DOCUMENT.read_text().split())
+    first, last = rows("imnist-paper")["npc"].tasks[0], rows("imnist")["separate"].tasks[-1]
+    printed = paper.table1("imnist", "npc")
+    assert printed
+    assert f"{100 * printed.tasks[0].mean:.2f} there, {100 * first.mean:.2f} here at the same settings" in text
+    records = [entry.record for entry in Study(RESULTS / "imnist-search").entries]
+    most = max(record.matrix[-1][-1] for record in records if record)
+    assert f"reaches {100 * last.mean:.2f} here, and no run of the search more than {100 * most:.2f}" in text
+
+
 def falls(names: Iterable[str]) -> tuple[int, int, int]:
     """How many points of the curves of tasks lie over 0.1 below one before, how many of them are ends, of how many.
 
