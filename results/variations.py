@@ -59,7 +59,7 @@ class Variation:
 
 BLACK = dataclasses.replace(ICIFAR100_FRAME, fill="black")
 CHOSEN = {"ewc": {"strength": 50.0}, "ssl": {"strength": 0.1}}
-"""Other than the paper's: SSL's by the search, and EWC's by one over 20, 50 and 100 alone."""
+"""Other than the paper's: SSL's by the search, EWC's by an earlier search over 20, 50 and 100 only."""
 
 VARIATIONS = {
     **{f"{method}, black border": Variation(method, CHOSEN.get(method, {}), frame=BLACK) for method in METHODS},
@@ -68,7 +68,7 @@ VARIATIONS = {
     "npc, no dropout": Variation("npc", model="no_dropout"),
     "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
     "npc, heads at half the rate": Variation("npc", model="slow_head"),
-    "npc, largest rate 0.05": Variation("npc", {"gain": 2.0}, lr=0.05),  # eta_max of the paper, with its alpha of 0.1
+    "npc, largest rate 0.05": Variation("npc", {"gain": 2.0}, lr=0.05),  # half the paper's eta_max, with its alpha
     "cpc, largest rate 0.05": Variation("cpc", {"gain": 2.0}, lr=0.05),
     "cpc, measured together": Variation("cpc", measure_connections=measure_together_),
     "ewc, in the loss, 300": Variation("ewc", {"penalty": "loss", "strength": 300.0}),

@@ -196,6 +196,7 @@ def test_the_variations() -> None:
             mean_of(averages(found[f"{name}, black border"])),
             printed.average.percent() if printed else "not given",
         ]
+    stiff = {}
     for label, *cells in table(heading, 3):
         method, _, what = label.partition(", ")
         told.add(name := f"{method.lower()}, {what}")
@@ -207,8 +208,21 @@ def test_the_variations() -> None:
         assert cells == [f"diverged after {first.failure['step']} steps of the second task", "none"]
         stiffness = re.search(r"importance is ([\d.]+) in 'conv1.weight'", first.failure["why"])
         assert stiffness
-        assert stiffness[1] in text
+        stiff[method] = stiffness[1]
+    ewc, mas, si = (stiff[method] for method in ("EWC", "MAS", "SI"))
+    assert f"(the product is {ewc}, {mas} and {si} for a weight of the first convolution)" in text
     assert told == {*found}
+    finals = {name: averages(records) for name, records in found.items()}
+    npc, black = fmean(averages(as_it_is["npc"].records)), fmean(finals["npc, black border"])
+    assert f"costs NPC {npc - black:.1f} points" in text
+    assert f"is worth {npc - fmean(finals['npc, no crop']):.1f} points" in text
+    assert f"and {npc - fmean(finals['npc, seen before the norm']):.1f} points are lost in the end" in text
+    at_0_7, together = (fmean(averages(as_it_is["cpc"].records)), finals["cpc, measured together"])
+    border, slower = (at_0_7 - fmean(finals[f"cpc, {what}"]) for what in ("black border", "largest rate 0.05"))
+    assert f"a black border takes away {border:.1f} of them" in text
+    assert f"where the paper has 0.1, {slower:.1f}." in text
+    assert f"it reaches {mean_of(together)} at the paper's threshold: {npc - fmean(together):.1f} (" in text
+    assert f"this choice is worth {fmean(together) - at_0_7:.1f} points" in text
     at_300 = averages(rows("icifar100")["ewc"].records)
     strengths = [averages(rows("icifar100-ewc")[f"ewc (strength={value})"].records) for value in (50.0, 1000.0)]
     given = [mean_of(values) for values in (strengths[0], at_300, strengths[1])]
@@ -303,31 +317,47 @@ def test_the_last_digits() -> None:
     assert f"reaches {100 * last.mean:.2f} here, and no run of the search more than {100 * most:.2f}" in text
 
 
-def falls(names: Iterable[str]) -> tuple[int, int, int]:
-    """How many points of the curves of tasks lie over 0.1 below one before, how many of them are ends, of how many.
+def falls(records: Iterable[Record]) -> str:
+    """How many points of the curves of tasks lie over 0.1 below one before, of how many; and how many are ends.
 
-    Methods that do the same in a task count once.
+    Curves that are the same count once.
     """
     curves = set()
-    for record in (record for name in names for record in rows("icifar100")[name].records):
+    for record in records:
         for task in range(5):
             points = [point["accuracy"][task] for point in record.curves if point["task"] == task]
             curves.add((*points, record.matrix[task][task]))
     fallen = [at for curve in curves for at in range(1, len(curve)) if curve[at] < max(curve[:at]) - 0.1]
-    return len(fallen), fallen.count(9), 9 * len(curves)
+    return f"{len(fallen)} of {9 * len(curves):,}, {fallen.count(9)} ends"
 
 
 def test_how_often_training_falls() -> None:
     text = " ".join(DOCUMENT.read_text().split())
-    count, ends, of = falls(("finetune", "ewc", "mas", "si", "ssl", "lwf", "separate"))
-    assert f"{count} of {of} points of the curves lie more than ten points below" in text
-    assert f"and {ends} of them are ends of tasks" in text
-    assert falls(("npc", "cpc")) == (0, 0, 270)
+    studies = [rows(name) for name in ("icifar100", "icifar100-ewc", "icifar100-paper")]
+    of_studies = [record for study in studies for row in study.values() for record in row.records]
+    every = [*of_studies, *(record for records in variations().values() for record in records if not record.failure)]
+    off = [record for record in every if record.settings.get("beta") == paper.NOTHING_HELD_BACK]
+    held = [record for record in every if record.plan["method"] in ("npc", "cpc") and record not in off]
+    free = [record for record in every if record.plan["method"] not in ("npc", "cpc")]
+    assert {record.plan["lr"] for record in free} == {0.05}
+    assert falls(free) == "29 of 2,160, 8 ends"
+    assert "29 of 2,160 points of the curves lie more than ten points below" in text
+    assert "and 8 of them are ends of tasks" in text
+    assert falls(held) == "0 of 1,755, 0 ends"
+    assert falls(off) == "16 of 135, 5 ends"
+    assert "have none in 1,755; NPC's rate of 0.1 with nothing held back, `npc off`, has 16 in 135" in text
     found = rows("icifar100")
     same = {tuple(record.matrix[0][0] for record in found[name].records) for name in ("mas", "si", "finetune")}
+    assert [record.matrix[0][0] for record in found["separate"].records] in map(list, same)
     ((_, _, fallen),) = same
     assert fallen == 0.474
     without = {name: 50 * sum(record.summary["final"] for record in row.records[:2]) for name, row in found.items()}
+    frozen = averages(variations()["ewc, frozen after the first task"])
+    above = {name: fmean(averages(found[name].records)) - fmean(frozen) for name in ("npc", "ewc", "si", "mas")}
+    assert f"the average is {mean_of(frozen)}. NPC is {above['npc']:.1f} points above that" in text
+    assert f"and EWC {above['ewc']:.1f}. SI ({above['si']:.1f}) and MAS ({above['mas']:.1f}) carry the fall" in text
+    there = [without[name] - fmean(frozen[:2]) for name in ("si", "mas")]
+    assert f"without that seed they are {there[0]:.1f} and {there[1]:.1f} above it" in text
     order = sorted(("npc", "ewc", "si", "ssl", "cpc", "mas"), key=lambda name: -without[name])
     assert ", ".join(f"{name.upper()} {without[name]:.1f}" for name in order) in text
 
@@ -336,7 +366,19 @@ def commands() -> list[list[str]]:
     """Those of the README of the results, but for the search that was cut off."""
     blocks = re.findall(r"```console\n(.*?)```", (RESULTS / "README.md").read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.startswith("holdfast") and "search-short" not in line]
+    return [
+        shlex.split(line) for line in lines if line.startswith(("holdfast", "python")) and "search-short" not in line
+    ]
+
+
+def test_the_commands_make_these_variations() -> None:
+    made = {}
+    for command in commands():
+        if command[:2] == ["python", "results/variations.py"]:
+            options, names = command[2:], [word for word in command[2:] if "," in word]
+            seeds = int(options[options.index("--seeds") + 1]) if "--seeds" in options else 3
+            made.update(dict.fromkeys(names, seeds))
+    assert made == {name: len(records) for name, records in variations().items()}
 
 
 def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +392,7 @@ def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("holdfast.cli._execute", record)
     monkeypatch.setattr("holdfast.cli._carry_out", record)
     monkeypatch.chdir(ROOT)
-    for command in commands():
+    for command in (rest for program, *rest in commands() if program == "holdfast"):
         at = command.index("--out") + 1
         command[at] = str(tmp_path / Path(command[at]).name)
         done = CliRunner().invoke(app, command)

@@ -102,13 +102,20 @@ def test_the_best_settings_of_all_searches_on_a_stream(tmp_path: Path) -> None:
     )
     search("digits", Plan("mas", {"samples": 9}), "strength", 1, outcomes(1, []), values=[2.0], finer=()).save(tmp_path)
     search("imnist", Plan("si"), "strength", 1, outcomes(1, [])).save(tmp_path)
-    assert chosen(tmp_path, "digits") == {"ewc": {"strength": 10}, "mas": {"samples": 9, "strength": 2}}
+    assert chosen(tmp_path, "digits", ["ewc", "mas", "npc"]) == {
+        "ewc": {"strength": 10},
+        "mas": {"samples": 9, "strength": 2},
+    }
     search("digits", Plan("si"), "strength", 1, outcomes(1, []), values=[0.1, 10.0], finer=()).save(tmp_path)
-    assert chosen(tmp_path, "digits")["si"] == {"strength": 0.1}  # the smaller one if several are the best
+    assert chosen(tmp_path, "digits", ["si"])["si"] == {"strength": 0.1}  # the smaller one if several are the best
     search("digits", Plan("si"), "strength", 3, outcomes(1, []), values=[100.0], finer=()).save(tmp_path)
-    assert chosen(tmp_path, "digits")["si"] == {"strength": 100}  # worse, but more seeds say so
+    assert chosen(tmp_path, "digits", ["si"])["si"] == {"strength": 100}  # worse, but more seeds say so
+    search("digits", Plan("si", epochs=9), "strength", 1, outcomes(1, []), values=[1.0], finer=()).save(tmp_path)
+    with pytest.raises(StudyError, match=r"for si in .* of all tasks of 30 epochs at width 1 and of all tasks of 9"):
+        chosen(tmp_path, "digits", ["si"])
+    assert chosen(tmp_path, "digits", ["ewc"]) == {"ewc": {"strength": 10}}
     with pytest.raises(StudyError, match="has no search on icifar100: holdfast sweep icifar100 ewc --out"):
-        chosen(tmp_path, "icifar100")
+        chosen(tmp_path, "icifar100", ["ewc"])
 
 
 def test_if_every_run_fails_that_is_an_error() -> None:

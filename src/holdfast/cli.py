@@ -346,7 +346,7 @@ def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[s
     """The best settings of the searches in a folder, of those methods that were searched."""
     from holdfast.study import sweep
 
-    found = {method: settings for method, settings in sweep.chosen(folder, stream).items() if method in methods}
+    found = sweep.chosen(folder, stream, methods)
     for method, settings in found.items():
         typer.echo(f"{default_name(method, settings)}: the best in {folder}")
     return found

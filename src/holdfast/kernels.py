@@ -51,7 +51,7 @@ def _window(place, width, channels, present):
 
 @triton.jit
 def _middle(place, height, width, channels, known):
-    """The median of three of a plane's values, so that it is no outlier."""
+    """The median of three of a plane's values: not a single outlier."""
     step = (height // 2) * (width // 2)
     a = tl.load(place, mask=known, other=0.0).to(tl.float32)
     b = tl.load(place + (step + width // 2) * channels, mask=known, other=0.0).to(tl.float32)

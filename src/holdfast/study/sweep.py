@@ -133,16 +133,31 @@ def read(folder: Path) -> list[Sweep]:
     return found
 
 
-def chosen(folder: Path, stream: str) -> dict[str, dict[str, Any]]:
+def chosen(folder: Path, stream: str, methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The settings that gave the most in the searches on a stream that were saved in a folder, by method.
 
-    Of several searches for a method those with the most seeds count.
+    Of a method's searches only those with the most seeds count, and of these the one with the highest mean.
     """
     found = [sweep for sweep in read(folder) if sweep.common.stream == stream and sweep.means]
     if not found:
         raise StudyError(f"{folder} has no search on {stream}: holdfast sweep {stream} ewc --out {folder} makes one")
-    plans = [(sweep.common.plan, sweep) for sweep in sorted(found, key=lambda sweep: (sweep.seeds, max(sweep.means)))]
-    return {plan["method"]: {**plan["settings"], sweep.over: sweep.best} for plan, sweep in plans}
+    settings = {}
+    for method in methods:
+        tried = [sweep for sweep in found if sweep.common.plan["method"] == method]
+        if len(lengths := {_length(sweep) for sweep in tried}) > 1:
+            raise StudyError(
+                f"the searches for {method} in {folder} cannot be compared: they are of "
+                f"{' and of '.join(sorted(lengths))}; give those of each length a folder of their own, by --out"
+            )
+        if tried:
+            first = max(tried, key=lambda sweep: (sweep.seeds, max(sweep.means)))
+            settings[method] = {**first.common.plan["settings"], first.over: first.best}
+    return settings
+
+
+def _length(sweep: Sweep) -> str:
+    tasks, plan = sweep.common.tasks, sweep.common.plan
+    return f"{'all' if tasks is None else tasks} tasks of {plan['epochs']:g} epochs at width {plan['width']:g}"
 
 
 def best(curve: Iterable[Tried]) -> float:
