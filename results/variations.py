@@ -49,11 +49,9 @@ class Variation:
     model: str = "paper_cnn"
     measure_connections: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], float], None] = cpc.measure_
 
-    def plan(self, seed: int, epochs: float, rate: float | None = None, **others: Any) -> Plan:
+    def plan(self, seed: int, epochs: float, **others: Any) -> Plan:
         lr = self.lr or learning_rate(self.method)
         settings = SETTINGS["icifar100"].get(self.method, {}) | self.settings
-        if rate is not None and "rate" in settings:
-            settings["rate"] = rate
         return Plan(self.method, settings, self.model, seed=seed, lr=lr, epochs=epochs, curve=10, **others)
 
 
@@ -115,7 +113,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="which; all if none is given", metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=30)
-    parser.add_argument("--rate", type=float, help="of NPC and CPC: with tasks of a third three times the paper's")
     parser.add_argument("--width", type=float, default=1.0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "variations")
@@ -135,7 +132,7 @@ def main() -> None:
             if path.exists():
                 continue
             with patch.object(cpc, "measure_", variation.measure_connections):
-                record = train(learnt, variation.plan(seed, options.epochs, options.rate, **how))
+                record = train(learnt, variation.plan(seed, options.epochs, **how))
             write_json(path, {"name": name, **dataclasses.asdict(record)})
             final = record.failure["why"] if record.failure else f"{100 * record.summary['final']:.2f}%"
             print(f"{name}, seed {seed}: {final}", flush=True)
