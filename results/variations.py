@@ -119,8 +119,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(VARIATIONS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {'; '.join(VARIATIONS)}")
-    MODELS.update(no_dropout=varied(without_dropout), early_dropout=varied(with_early_dropout))
-    MODELS.update(slow_head=varied(with_slow_head))
+    MODELS.update(
+        no_dropout=varied(without_dropout), early_dropout=varied(with_early_dropout), slow_head=varied(with_slow_head)
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}

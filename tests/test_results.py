@@ -46,6 +46,11 @@ def table(heading: str, number: int = 0) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in whole.splitlines()[2:]]
 
 
+def prose() -> str:
+    """The document with its lines joined."""
+    return " ".join(DOCUMENT.read_text().split())
+
+
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
 def test_every_run_is_whole(folder: Path) -> None:
     entries = Study(folder).entries
@@ -136,7 +141,7 @@ def test_at_the_paper_s_own_settings(study: str) -> None:
         assert settings_of(study, name) == paper.SETTINGS[stream][name]
         (*_, average) = paper.beside(stream, row)
         shown = f"{name.upper()} reaches {'*' if average.differ else ''}{average.ours.percent()}"
-        assert shown in " ".join(DOCUMENT.read_text().split())
+        assert shown in prose()
 
 
 @pytest.mark.parametrize(("stream", "digits"), [("icifar100", 1), ("imnist", 2)])
@@ -179,7 +184,7 @@ def variations() -> dict[str, list[Record]]:
 
 
 def test_the_variations() -> None:
-    heading, found, text = "What was changed to find out", variations(), " ".join(DOCUMENT.read_text().split())
+    heading, found, text = "What was changed to find out", variations(), prose()
     lines = {name: cells for name, *cells in table(heading)}
     assert lines.pop("as it is") == shown(averages(rows("icifar100")["npc"].records))
     assert all(cells == shown(averages(found[f"npc, {name}"])) for name, cells in lines.items())
@@ -235,7 +240,7 @@ def test_where_neurons_are_seen_in_the_variations() -> None:
         return f"{means.min():.0f} to {means.max():.0f}%"
 
     before, after = learnt(variations()["npc, seen before the norm"]), learnt(rows("icifar100")["npc"].records)
-    assert f"tasks 2 to 5 at {before} right after learning instead of {after}" in " ".join(DOCUMENT.read_text().split())
+    assert f"tasks 2 to 5 at {before} right after learning instead of {after}" in prose()
 
 
 def neurons_of(name: str) -> Iterator[dict[str, Any]]:
@@ -280,7 +285,7 @@ def test_the_figures_in_the_document(stream: str, kind: str) -> None:
 
 
 def test_numbers_in_the_text() -> None:
-    found, text = rows("icifar100"), " ".join(DOCUMENT.read_text().split())
+    found, text = rows("icifar100"), prose()
     final = {name: row.metric("final") for name, row in found.items()}
     forgotten = {name: 100 * row.metric("forgetting").mean for name, row in found.items()}
     learnt = {
@@ -307,7 +312,7 @@ def test_numbers_in_the_text() -> None:
 
 
 def test_the_last_digits() -> None:
-    text = " ".join(DOCUMENT.read_text().split())
+    text = prose()
     first, last = rows("imnist-paper")["npc"].tasks[0], rows("imnist")["separate"].tasks[-1]
     printed = paper.table1("imnist", "npc")
     assert printed
@@ -332,7 +337,7 @@ def falls(records: Iterable[Record]) -> str:
 
 
 def test_how_often_training_falls() -> None:
-    text = " ".join(DOCUMENT.read_text().split())
+    text = prose()
     studies = [rows(name) for name in ("icifar100", "icifar100-ewc", "icifar100-paper")]
     of_studies = [record for study in studies for row in study.values() for record in row.records]
     every = [*of_studies, *(record for records in variations().values() for record in records if not record.failure)]

@@ -135,8 +135,7 @@ def draw_searches(sweeps: Sequence[Sweep]) -> list[Drawing]:
     """What every value gave in searches for settings: a figure for all those on one stream and of one length."""
     alike: dict[tuple[Any, ...], list[Sweep]] = {}
     for sweep in sweeps:
-        common = sweep.common
-        alike.setdefault((common.stream, common.tasks, common.plan["epochs"], common.plan["width"]), []).append(sweep)
+        alike.setdefault((sweep.common.stream, *sweep.length), []).append(sweep)
     with _styled():
         drawings = [_searches(number, group) for number, group in enumerate(alike.values(), start=1)]
         for drawing in drawings:

@@ -63,6 +63,12 @@ class Sweep:
         return [tried.final.mean for tried in self.curve if tried.final is not None]
 
     @property
+    def length(self) -> tuple[int | None, float, float]:
+        """Tasks, epochs and width: only searches that agree in them can be compared."""
+        plan = self.common.plan
+        return self.common.tasks, plan["epochs"], plan["width"]
+
+    @property
     def at_the_edge(self) -> bool:
         """Whether the best value is the smallest or the largest that was tried, so that a better one may lie beyond."""
         return self.best in (self.curve[0].value, self.curve[-1].value)
@@ -144,20 +150,16 @@ def chosen(folder: Path, stream: str, methods: Iterable[str]) -> dict[str, dict[
     settings = {}
     for method in methods:
         tried = [sweep for sweep in found if sweep.common.plan["method"] == method]
-        if len(lengths := {_length(sweep) for sweep in tried}) > 1:
+        if len(lengths := {sweep.length for sweep in tried}) > 1:
+            said = sorted(f"{tasks or 'all'} tasks of {epochs:g} epochs at width {w:g}" for tasks, epochs, w in lengths)
             raise StudyError(
-                f"the searches for {method} in {folder} cannot be compared: they are of "
-                f"{' and of '.join(sorted(lengths))}; give those of each length a folder of their own, by --out"
+                f"the searches for {method} in {folder} cannot be compared: they are of {' and of '.join(said)}; "
+                "give those of each length a folder of their own, by --out"
             )
         if tried:
             first = max(tried, key=lambda sweep: (sweep.seeds, max(sweep.means)))
             settings[method] = {**first.common.plan["settings"], first.over: first.best}
     return settings
-
-
-def _length(sweep: Sweep) -> str:
-    tasks, plan = sweep.common.tasks, sweep.common.plan
-    return f"{'all' if tasks is None else tasks} tasks of {plan['epochs']:g} epochs at width {plan['width']:g}"
 
 
 def best(curve: Iterable[Tried]) -> float:
