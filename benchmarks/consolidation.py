@@ -1,12 +1,11 @@
-"""What it costs to finish a task: the consolidation of 2,048 samples over an epoch of training, in one run.
+"""The cost of consolidation: 2,048 samples, over an epoch of training, in one run.
 
     python benchmarks/consolidation.py                                       # on the CPU, or on a GPU if there is one
     python benchmarks/consolidation.py --precision bf16 --compile
 
-The network is the paper's, and so is the epoch: as many samples as the whole training set, 50,000, in batches of 512.
-Its time is that of a step, the median of several taken between the consolidations, times the number of steps. The
-precision and the compiler are those of the training; consolidation is always eager and in float32. The output is a
-Markdown table.
+The network and the epoch are the paper's: as many samples as the whole training set, 50,000, in batches of 512. The
+time of an epoch is the number of steps times the median time of a step, measured between the consolidations. Precision
+and compilation apply to the training; consolidation is always eager and in float32. The output is a Markdown table.
 """
 
 import argparse
@@ -65,7 +64,7 @@ class Training:
 
 
 def consolidation(name: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds, and the most memory that it took on a GPU beyond what was in use before, in MiB."""
+    """Seconds, and the peak memory on a GPU beyond the memory in use before, in MiB."""
     device, model = options.device, paper_cnn(CLASSES).to(options.device)
     method = METHODS[name](model)
     count = options.samples // BATCH
@@ -74,7 +73,7 @@ def consolidation(name: str, options: argparse.Namespace) -> tuple[float, float]
     ]
     (F.cross_entropy(model(batches[0][0][:16])[:, ACTIVE], batches[0][1][:16]) + method.penalty()).backward()
     method.step()
-    if device == "cuda":  # the first call of a kernel loads it
+    if device == "cuda":  # the first call loads the kernels
         method.consolidate(batches[:1], ACTIVE)
         at_rest = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -88,7 +87,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32", help="of the training")
     parser.add_argument("--compile", action="store_true", help="torch.compile the training")
     parser.add_argument("--samples", type=int, default=2048, help="samples to consolidate on, a multiple of 512")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is timed")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds")
     options = parser.parse_args()
 
     training = Training(options)
@@ -102,9 +101,9 @@ def main() -> None:
             took, memory[name] = consolidation(name, options)
             taken[name].append(took)
     epoch = statistics.median(steps) * EPOCH / BATCH
-    way = "compiled" if options.compile else "eager"
-    print(f"{hardware(options.device)}; torch {torch.__version__}; training in {options.precision}, {way}: {epoch:.2f} "
-          f"s an epoch; consolidation of {options.samples} samples, median of {options.rounds}\n")  # fmt: skip
+    mode = "compiled" if options.compile else "eager"
+    print(f"{hardware(options.device)}; torch {torch.__version__}; training in {options.precision}, {mode}: {epoch:.2f}"
+          f" s per epoch; consolidation of {options.samples} samples, median of {options.rounds}\n")  # fmt: skip
     print("| method | seconds | share of an epoch | peak on the GPU, MiB |\n|---|---|---|---|")
     for name, times in taken.items():
         middle = statistics.median(times)

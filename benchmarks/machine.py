@@ -1,4 +1,4 @@
-"""What the benchmarks have in common."""
+"""Helpers shared by the benchmarks."""
 
 import os
 import platform

@@ -1,13 +1,13 @@
-"""What NPC costs: training steps with it over training steps without it, interleaved in one run.
+"""The cost of NPC: training steps with it over training steps without it, interleaved in one run.
 
     python benchmarks/overhead.py                                            # on the CPU, or on a GPU if there is one
     python benchmarks/overhead.py --precision bf16 --compile
     python benchmarks/overhead.py --only "paper CNN" --rounds 20
 
 Every round times three copies of one model, in random order: with the bare optimizer, with NPC around it, and with the
-bare optimizer once more. The last over the first is the noise: a cost smaller than its distance from 1 means nothing.
-On a GPU there are two times: that of the clock, which for small models is the host's time to launch the kernels, and
-that of the GPU, taken while the host is far ahead. The output is a Markdown table.
+bare optimizer again. The last over the first is the noise: a cost smaller than its distance from 1 is not significant.
+On a GPU there are two times: wall time, which for small models is the host's time to launch the kernels, and GPU time,
+measured while the host is far ahead. The output is a Markdown table.
 """
 
 import argparse
@@ -71,14 +71,14 @@ CASES = {
 class Settings(NamedTuple):
     device: str
     precision: str
-    compiled: bool
+    compile: bool
     batch: int
     rounds: int
     block: int
 
 
 class Trainer:
-    """A model, its optimizer with or without NPC, and one batch to step on again and again."""
+    """A model, its optimizer with or without NPC, and one batch for all steps."""
 
     def __init__(self, model: nn.Module, case: Case, settings: Settings, npc: bool) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -89,14 +89,14 @@ class Trainer:
         self.optimizer = case.optimizer(model)
         before = tensors_alive()
         if npc:
-            self.optimizer = holdfast.NPC(model, self.optimizer, free=[model.head], sample=self.batch[0][:2])
+            self.optimizer = holdfast.NPC(model, self.optimizer, free=[model.head], example=self.batch[0][:2])
         self.persistent = sum(size for key, size in tensors_alive().items() if key not in before)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(settings.device, torch.bfloat16, enabled=settings.precision == "bf16"):
                 return F.cross_entropy(model(x), y)
 
-        self.loss = torch.compile(loss, fullgraph=True) if settings.compiled else loss
+        self.loss = torch.compile(loss, fullgraph=True) if settings.compile else loss
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -121,7 +121,7 @@ def clock_time(trainer: Trainer, settings: Settings) -> float:
 
 
 def gpu_time(trainer: Trainer) -> float:
-    """Seconds of the GPU for a step, with its queue filled first so that it never waits for the host."""
+    """GPU time per step, with the queue filled first so that the GPU never waits for the host."""
     steps = 3
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     filler = torch.ones(8192, 8192, device="cuda")
@@ -135,7 +135,7 @@ def gpu_time(trainer: Trainer) -> float:
 
 
 def peak_on_gpu(trainer: Trainer) -> float:
-    """The most memory in use during a step, beyond what is in use between steps."""
+    """The peak memory of a step beyond the memory in use between steps."""
     torch.cuda.synchronize()
     at_rest = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -152,13 +152,13 @@ def peak_of_process(name: str, settings: Settings, npc: bool) -> float:
 
 
 def peak_on_cpu(name: str, settings: Settings, npc: bool) -> float:
-    """The most memory of a process of its own, so that one side's memory is not reused by the other."""
+    """The peak memory of a separate process, so that one side does not reuse the other's memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(peak_of_process, name, settings, npc).result()
 
 
 def forbid_synchronization(trainer: Trainer) -> None:
-    """Fail if NPC's step makes the host wait for the GPU."""
+    """Fail if NPC's step synchronizes host and GPU."""
     trainer.loss(*trainer.batch).backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -203,24 +203,24 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["float32", "tf32", "bf16"], default="float32")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model and the loss")
-    parser.add_argument("--batch", type=int, default=512, help="samples in a batch (the paper's: 512)")
-    parser.add_argument("--rounds", type=int, default=50 if gpu else 12, help="how often each copy is timed")
+    parser.add_argument("--batch", type=int, default=512, help="samples per batch (the paper: 512)")
+    parser.add_argument("--rounds", type=int, default=50 if gpu else 12, help="rounds")
     parser.add_argument(
-        "--block", type=int, default=10 if gpu else 1, help="steps timed together, without waiting between"
+        "--block", type=int, default=10 if gpu else 1, help="steps timed together, without synchronizing"
     )
-    parser.add_argument("--only", default="", help="only the cases that have this in their names")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
     options = parser.parse_args()
     settings = Settings(
         options.device, options.precision, options.compile, options.batch, options.rounds, options.block
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
 
-    way = "compiled" if settings.compiled else "eager"
+    mode = "compiled" if settings.compile else "eager"
     print(f"{hardware(settings.device)}; torch {torch.__version__}; batch {settings.batch}, {settings.precision}, "
-          f"{way}; {settings.rounds} rounds of {settings.block} steps\n")  # fmt: skip
-    times = ["bare step, ms", "NPC / bare", "bare / bare"]
-    columns = ["model", *times, *([f"GPU: {column}" for column in times] if settings.device == "cuda" else [])]
-    columns += ["bytes per neuron", "peak, MiB", "added by NPC, MiB"]
+          f"{mode}; {settings.rounds} rounds of {settings.block} steps\n")  # fmt: skip
+    times = ["bare ms", "NPC/bare", "bare/bare"]
+    columns = ["model", *times, *([f"GPU {column}" for column in times] if settings.device == "cuda" else [])]
+    columns += ["B/neuron", "peak MiB", "NPC MiB"]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     for name in CASES:

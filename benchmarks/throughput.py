@@ -1,16 +1,15 @@
-"""How close training comes to the hardware: images a second for each method, with the paper's network and batches.
+"""Training throughput of each method beside a bare loop and the hardware's limit, with the paper's network and batches.
 
     python benchmarks/throughput.py
 
-The bare loop is written by hand and has the same tricks as the runs: the same images on the device, made into batches
-by the same kernels, bf16, the same compiled and quickened model, plain SGD, the whole step as one CUDA graph. The
-methods are measured in their second task, when there is something to protect. Rounds of all of them are interleaved; a
-ratio is the median over rounds.
+The bare loop is written by hand and optimized like the runs: resident images, batches from the same kernels, bf16, the
+same fused and compiled model, plain SGD, the whole step as one CUDA graph. The methods are measured in their second
+task, when they have something to protect. Rounds of all candidates are interleaved; a ratio is the median over rounds.
 
-The floor is the time below which no step can be: the larger of two. Operations: the multiplications and additions of
-all convolutions and linear layers, forward and twice backward (once for the first layer, which has no gradient to pass
-on), over the rate of a large bf16 matrix product here. Bytes: every layer's output written once and read twice (by what
-follows, and backward), its gradient written once and read twice, in bf16, over the rate of a large copy here.
+The floor is a lower bound on the time of a step, the larger of two times. Operations: the multiplications and additions
+of all convolutions and linear layers, forward and twice backward (once for the first layer, which passes no gradient
+on), over the measured rate of a large bf16 matrix product. Bytes: every layer's output written once and read twice (by
+the next layer and backward), its gradient written once and read twice, in bf16, over the measured rate of a large copy.
 """
 
 import argparse
@@ -23,21 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from holdfast.fast import quicken
+from holdfast.compiling import many_variants
 from holdfast.methods import METHODS
 from holdfast.models import build_model
-from holdfast.recording import Recorded
-from holdfast.streams.batches import Images, Shuffled, batch
+from holdfast.runs.plan import Plan
+from holdfast.runs.training import _Training
+from holdfast.streams.batches import DeviceImages, Shuffled, make_batch
 from holdfast.streams.sources import from_arrays
 from holdfast.streams.tasks import Frame, Stream, split
-from holdfast.training import Plan, _Run
+from holdfast.taps import Taps
 from machine import hardware, synchronize
 
 Step = Callable[[], None]
 
 
 def noise(classes: int, each: int) -> Stream:
-    """Images of the size of CIFAR-100's; what they show does not matter here."""
+    """Random images of the size of CIFAR-100's."""
     generator = torch.Generator().manual_seed(0)
 
     def part(count: int) -> tuple[Tensor, Tensor]:
@@ -49,10 +49,10 @@ def noise(classes: int, each: int) -> Stream:
 
 
 def bare(stream: Stream, options: argparse.Namespace) -> Step:
-    """A training step as one would write it by hand, without any method."""
+    """A training step written by hand, without any method."""
     device = torch.device(options.device)
-    quick = device.type == "cuda" and options.compile
-    task, images = stream.tasks[1], Images(stream, device, fuse=quick)
+    compile_all = options.compile and device.type == "cuda"
+    task, images = stream.tasks[1], DeviceImages(stream, device, compile=compile_all)
     batches = Shuffled(images, task, options.batch, torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = build_model("paper_cnn", stream.shape, stream.outputs, options.width).to(device)
@@ -64,40 +64,45 @@ def bare(stream: Stream, options: argparse.Namespace) -> Step:
         return cross_entropy(outputs.float().index_select(1, active), y)
 
     if device.type == "cuda":
-        quicken(model)
+        from holdfast.gpu import fuse_modules
+
+        fuse_modules(model)
     loss_of = torch.compile(loss_of) if options.compile else loss_of
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     part = batches.draw().clone()
 
     def step() -> None:
-        loss = loss_of(*batch(images, task, part))
+        loss = loss_of(*make_batch(images, task, part))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    recorded = Recorded(step, device) if quick else step
+    if compile_all:
+        from holdfast.gpu import GraphedStep
+
+        step = GraphedStep(step, device)
 
     def next_step() -> None:
         part.copy_(batches.draw())
-        recorded()
+        step()
 
     return next_step
 
 
 def method(name: str, stream: Stream, options: argparse.Namespace) -> Step:
     """The steps of a run in its second task."""
-    few = 6 * options.batch / len(stream.tasks[0].train)
+    epochs = 6 * options.batch / len(stream.tasks[0].train)
     plan = Plan(
         name,
         batch=options.batch,
         width=options.width,
-        epochs=few,
+        epochs=epochs,
         epoch="task",
         precision="bf16" if options.bf16 else "float32",
         compile=options.compile,
         lr=1e-3,
     )
-    run = _Run(stream, plan, torch.device(options.device))
+    run = _Training(stream, plan, torch.device(options.device))
     steps = iter(run)
     while run.task == 0:
         next(steps)
@@ -105,12 +110,12 @@ def method(name: str, stream: Stream, options: argparse.Namespace) -> Step:
 
 
 def measure(stream: Stream, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Images a second in every round, by name."""
+    """Images per second in every round, by name."""
     built = {"bare loop": bare(stream, options), **{name: method(name, stream, options) for name in options.methods}}
     for step in built.values():
         for _ in range(10):
             step()
-    found: dict[str, list[float]] = {name: [] for name in built}
+    speeds: dict[str, list[float]] = {name: [] for name in built}
     for _ in range(options.rounds):
         for name, step in built.items():
             synchronize(options.device)
@@ -118,8 +123,8 @@ def measure(stream: Stream, options: argparse.Namespace) -> dict[str, list[float
             for _ in range(options.steps):
                 step()
             synchronize(options.device)
-            found[name].append(options.steps * options.batch / (time.perf_counter() - began))
-    return found
+            speeds[name].append(options.steps * options.batch / (time.perf_counter() - began))
+    return speeds
 
 
 # ---- the floor ----
@@ -137,7 +142,7 @@ def best_time(work: Step, device: str, repeats: int = 10) -> float:
 
 
 def rates(device: str) -> tuple[float, float]:
-    """Operations and bytes a second: of a matrix product, and of a copy, which reads and writes."""
+    """Operations per second of a matrix product, and bytes per second of a copy, which reads and writes."""
     size, count = (8192, 2**30) if device == "cuda" else (1024, 2**27)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     source = torch.empty(count, device=device, dtype=torch.uint8)
@@ -146,12 +151,12 @@ def rates(device: str) -> tuple[float, float]:
 
 
 def counts(stream: Stream, options: argparse.Namespace) -> tuple[float, float]:
-    """Operations and bytes of a step, counted as the text above says."""
+    """Operations and bytes of a step, counted as described above."""
     model = build_model("paper_cnn", stream.shape, stream.outputs, options.width)
     operations = elements = 0
     first = True
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def count(module: nn.Module, args: object, kwargs: object, output: Tensor) -> None:
         nonlocal operations, elements, first
         if isinstance(module, nn.Conv2d | nn.Linear):
             per_output = module.weight[0].numel()
@@ -159,39 +164,40 @@ def counts(stream: Stream, options: argparse.Namespace) -> tuple[float, float]:
             elements += 6 * output.numel()
             first = False
 
-    for module in model.modules():
-        module.register_forward_hook(count)
-    model(torch.zeros(options.batch, *stream.shape))
+    with Taps() as taps:
+        for module in model.modules():
+            taps.on_output(module, count)
+        model(torch.zeros(options.batch, *stream.shape))
     return operations, 2 * elements
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--methods", type=lambda text: text.split(","), default=[name for name in METHODS if name != "joint"]
-    )
+    captured = [name for name, kind in METHODS.items() if not kind.needs.old_data]  # as the bare loop is
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=captured)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--width", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=100, help="in a round (default: 100)")
+    parser.add_argument("--steps", type=int, default=100, help="steps in a round (default: 100)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--float32", dest="bf16", action="store_false", help="instead of bf16")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     stream = noise(20, 5000 if options.device == "cuda" else 200)
-    found = measure(stream, options)
+    with many_variants():
+        speeds = measure(stream, options)
     (operations, size), (rate, copied) = counts(stream, options), rates(options.device)
     floor = max(operations / rate, size / copied)
     print(f"{hardware(options.device)}, torch {torch.__version__}, batches of {options.batch}")
     work = (
         f"{operations / 1e9:.0f} G operations at {rate / 1e12:.1f} T/s, {size / 1e6:.0f} MB at {copied / 1e9:.0f} GB/s"
     )
-    print(f"a step: {work}")
-    print(f"floor: {1e3 * floor:.3f} ms a step, {options.batch / floor:,.0f} images a second")
-    print(f"{'':10} {'images/s':>10} {'ms a step':>10} {'of bare loop':>13} {'of floor':>9}")
-    for name, speeds in found.items():
-        ratio = statistics.median(a / b for a, b in zip(speeds, found["bare loop"], strict=True))
-        speed = statistics.median(speeds)
+    print(f"one step: {work}")
+    print(f"floor: {1e3 * floor:.3f} ms per step, {options.batch / floor:,.0f} images per second")
+    print(f"{'':10} {'images/s':>10} {'ms/step':>10} {'of bare loop':>13} {'of floor':>9}")
+    for name, rounds in speeds.items():
+        ratio = statistics.median(a / b for a, b in zip(rounds, speeds["bare loop"], strict=True))
+        speed = statistics.median(rounds)
         share = speed * floor / options.batch
         print(f"{name:10} {speed:10,.0f} {1e3 * options.batch / speed:10.3f} {ratio:13.3f} {share:9.2f}")
 

@@ -28,14 +28,14 @@ def gradient_at(model: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Tensor]
     return n.detach(), n.grad
 
 
-def normalised_taylor(n: Tensor, g: Tensor, axis: int) -> Tensor:
+def normalized_taylor(n: Tensor, g: Tensor, axis: int) -> Tensor:
     product = (n * g).movedim(axis, 1).reshape(n.shape[0], n.shape[axis], -1)
     c = product.mean(2).abs().mean(0)
     return c / c.mean()
 
 
 class Block(nn.Module):
-    """Convolutions, normalisation and pooling called from `forward`, in an order of its own."""
+    """Convolutions, normalization and pooling called from `forward`, in an order of its own."""
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -75,21 +75,27 @@ def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
 
 
 def memory_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """All tensors that a method remembers, beside what the wrapped optimizer does."""
-    return tensors_in(optimizer.state_dict()["holdfast"])
+    """All tensors that a method remembers, beside the state of the wrapped optimizer."""
+    return tensors_in(memory_in(optimizer.state_dict()))
+
+
+def memory_in(state: dict[str, Any]) -> dict[str, Any]:
+    """The memory of a method in its state_dict."""
+    memory: dict[str, Any] = state["param_groups"][0]["holdfast"]
+    return memory
 
 
 def tensors_in(state: dict[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
-    def look(place: str, value: Any) -> None:
+    def collect(path: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            found[place] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                look(f"{place}/{key}", inner)
+            found[path] = value
+        elif isinstance(value, dict | list):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(f"{path}/{key}", inner)
 
-    look("", state)
+    collect("", state)
     return found
 
 

@@ -36,23 +36,23 @@ class ReferenceNPC:
         leaves = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         activations, loss = forward(leaves, inputs)
         gradients = torch.autograd.grad(loss, [*activations, *leaves.values()])
-        slopes, by_name = gradients[: len(activations)], dict(zip(names, gradients[len(activations) :], strict=True))
+        gradients, by_name = gradients[: len(activations)], dict(zip(names, gradients[len(activations) :], strict=True))
 
         rate_of = {name: torch.full_like(value, self.eta_max) for name, value in self.parameters.items()}
-        for layer, (activation, slope) in enumerate(zip(activations, slopes, strict=True)):
-            measured = self.measure(activation.tolist(), slope.tolist())
+        for layer, (activation, gradient) in enumerate(zip(activations, gradients, strict=True)):
+            measured = self.measure(activation.tolist(), gradient.tolist())
             mean = sum(measured) / len(measured)
             for i in range(len(measured)):
-                normalised = measured[i] / mean  # eq. 3
+                normalized = measured[i] / mean  # eq. 3
                 before = self.importance[layer][i]
-                self.importance[layer][i] = (1 - self.delta) * before + self.delta * normalised  # eq. 4
+                self.importance[layer][i] = (1 - self.delta) * before + self.delta * normalized  # eq. 4
                 for name, index in self.neurons[layer][i]:
                     rate_of[name][index] = self.learning_rate(self.importance[layer][i])
         for name, value in self.parameters.items():
             self.parameters[name] = value - rate_of[name] * by_name[name]
 
     @staticmethod
-    def measure(activation: list[list[list[float]]], slope: list[list[list[float]]]) -> list[float]:
+    def measure(activation: list[list[list[float]]], gradient: list[list[list[float]]]) -> list[float]:
         samples, neurons, positions = len(activation), len(activation[0]), len(activation[0][0])
         measured = []
         for i in range(neurons):
@@ -60,7 +60,7 @@ class ReferenceNPC:
             for s in range(samples):
                 inner = 0.0
                 for p in range(positions):
-                    inner += activation[s][i][p] * slope[s][i][p]
+                    inner += activation[s][i][p] * gradient[s][i][p]
                 total += abs(inner / positions)
             measured.append(total / samples)  # eq. 2
         return measured

@@ -19,7 +19,7 @@ class Given(Anchored):
     """A method whose importances are given, one dict per task."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, given: list[dict[str, Tensor]], **knobs):
-        super().__init__(model, optimizer, **{"strength": 1.0, "penalty": "proximal", **knobs})
+        super().__init__(model, optimizer, **{"strength": 1.0, "form": "proximal", **knobs})
         self.given = iter(given)
 
     def _measure(self, batches, active):
@@ -38,9 +38,9 @@ def test_the_proximal_step_is_the_minimum_of_the_textbooks_sum(
         importance, anchor = remember(importance, anchor, newest, ended)
     x = torch.tensor([theta], dtype=torch.float64)
     pull_([x], [importance], [anchor], stiffness)
-    slope = (x.item() - theta) + stiffness * sum(w * (x.item() - v) for w, v in tasks)
+    gradient = (x.item() - theta) + stiffness * sum(w * (x.item() - v) for w, v in tasks)
     scale = 1 + stiffness * sum(w for w, _ in tasks)
-    assert abs(slope) <= 1e-12 * scale * 20
+    assert abs(gradient) <= 1e-12 * scale * 20
     values = [theta, *(v for w, v in tasks if w > 0)]
     assert min(values) - 1e-9 <= x.item() <= max(values) + 1e-9  # so that nothing can diverge
 
@@ -75,7 +75,7 @@ def move(model: nn.Module) -> dict[str, Tensor]:
 def test_the_loss_form_has_the_gradient_of_the_textbooks_sum(count: int) -> None:
     model = mlp().double()
     given_ = tasks_of(model, count)
-    optimizer = Given(model, SGD(model.parameters(), lr=0.1), given_, strength=3.0, penalty="loss")
+    optimizer = Given(model, SGD(model.parameters(), lr=0.1), given_, strength=3.0, form="loss")
     anchors = []
     for _ in range(count):
         anchors.append(move(model))
@@ -103,9 +103,9 @@ def test_the_pull_of_several_tasks_is_the_textbooks_sum(count: int) -> None:
     assert optimizer.penalty().item() == 0
     optimizer.step()
     for name, p in model.named_parameters():
-        slope = sum(2 * 3.0 * w[name] * (p.detach() - a[name]) for w, a in zip(given_, anchors, strict=True))
-        assert slope.abs().max() > 0.01
-        torch.testing.assert_close(p.detach(), before[name] - 0.25 * slope, rtol=1e-10, atol=1e-12)
+        gradient = sum(2 * 3.0 * w[name] * (p.detach() - a[name]) for w, a in zip(given_, anchors, strict=True))
+        assert gradient.abs().max() > 0.01
+        torch.testing.assert_close(p.detach(), before[name] - 0.25 * gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_the_pull_comes_after_the_optimizers_own_step() -> None:
@@ -134,7 +134,7 @@ def test_parameters_of_low_precision_are_pulled_too() -> None:
 @pytest.mark.parametrize("form", ["proximal", "loss"])
 def test_after_the_first_task_the_pull_is_there_and_points_at_the_anchor(name: str, form: str) -> None:
     model = mlp()
-    optimizer = holdfast.METHODS[name](model, SGD(model.parameters(), lr=0.01), strength=1.0, penalty=form)
+    optimizer = holdfast.METHODS[name](model, SGD(model.parameters(), lr=0.01), strength=1.0, form=form)
     batch = torch.randn(32, 4), torch.randint(3, (32,))
     for _ in range(20):
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1]) + optimizer.penalty()
@@ -161,19 +161,19 @@ def test_after_the_first_task_the_pull_is_there_and_points_at_the_anchor(name: s
 
 def test_divergence_in_the_loss_is_said_and_its_cure_named() -> None:
     model = mlp()
-    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1), strength=300.0, penalty="loss")
+    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1), strength=300.0, form="loss")
     optimizer.consolidate([])
     move(model)
-    message = r"Given has diverged.*2 \* lr \* strength \* importance is 5\d.*in '.*use penalty=\"proximal\""
+    message = r"Given has diverged.*2 \* lr \* strength \* importance is 5\d.*in '.*use form=\"proximal\""
     with pytest.raises(FloatingPointError, match=message):
         train(model, optimizer, torch.randn(500, 8, 4))
 
 
 def test_a_loss_that_is_not_finite_is_not_blamed_on_the_pull() -> None:
     model = mlp()
-    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1), strength=1e-3, penalty="loss")
+    optimizer = Given(model, SGD(model.parameters(), lr=0.1), tasks_of(model, 1), strength=1e-3, form="loss")
     optimizer.consolidate([])
-    with pytest.raises(FloatingPointError, match="the parameters are not finite, and the pull is not to blame"):
+    with pytest.raises(FloatingPointError, match="the parameters are not finite, and the pull is not the cause"):
         train(model, optimizer, [torch.full((8, 4), torch.nan)] * 2)
 
 
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_is_not_blamed_on_the_pull() -> None:
 def test_the_pull_is_one_also_for_an_optimizer_that_maximizes(form: str) -> None:
     model = mlp()
     optimizer = Given(
-        model, SGD(model.parameters(), lr=0.01, maximize=True), tasks_of(model, 1), strength=1.0, penalty=form
+        model, SGD(model.parameters(), lr=0.01, maximize=True), tasks_of(model, 1), strength=1.0, form=form
     )
     anchor = parameters_of(model)
     optimizer.consolidate([])
@@ -291,14 +291,14 @@ def test_a_task_without_samples_is_refused(name: str) -> None:
 def test_settings_are_checked_and_come_back_with_the_state() -> None:
     model = mlp()
     sgd = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match='penalty must be "proximal" or "loss", got \'l2\''):
-        holdfast.MAS(model, sgd, penalty="l2")
+    with pytest.raises(ValueError, match='form must be "proximal" or "loss", got \'l2\''):
+        holdfast.MAS(model, sgd, form="l2")
     with pytest.raises(TypeError, match=r"samples must be a whole number or None, got 1\.5"):
         holdfast.MAS(model, sgd, samples=1.5)
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         holdfast.EWC(model, sgd, samples=0)
     for method, knobs in (
-        (holdfast.EWC, {"strength": 7.0, "penalty": "loss", "labels": "exact", "samples": 5}),
+        (holdfast.EWC, {"strength": 7.0, "form": "loss", "labels": "exact", "samples": 5}),
         (holdfast.MAS, {"strength": 7.0, "samples": 5}),
         (holdfast.SI, {"strength": 7.0, "xi": 0.5}),
         (holdfast.SSL, {"strength": 7.0, "sparsity": 0.5}),

@@ -28,7 +28,7 @@ def learn(model: nn.Module, optimizer: Optimizer, data: Batches, active: list[in
 
 
 @pytest.mark.parametrize("name", ["finetune", "ewc", "mas", "si", "lwf", "joint", "separate"])
-def test_the_first_task_is_learnt_as_by_the_bare_optimizer(name: str) -> None:
+def test_the_first_task_is_learned_as_by_the_bare_optimizer(name: str) -> None:
     model = mlp().double()
     bare, data = copy.deepcopy(model), batches()
     learn(model, holdfast.METHODS[name](model, Adam(model.parameters(), lr=0.1)), data, [0, 1])
@@ -81,10 +81,10 @@ def drawn(finished: list[tuple[Batches, list[int]]], task: Batches, steps: int) 
 def test_joint_training_needs_batches_that_come_again() -> None:
     model = mlp()
     optimizer = holdfast.Joint(model, SGD(model.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="goes through the batches many times: give a list or a DataLoader"):
+    with pytest.raises(TypeError, match="reads the batches in many passes: give a list or a DataLoader"):
         optimizer.consolidate(batch for batch in batches())
     optimizer.consolidate([])
-    with pytest.raises(ValueError, match="a finished task has no batches left"):
+    with pytest.raises(ValueError, match="a finished task has no more batches"):
         optimizer.penalty()
     unlabelled = holdfast.Joint(model, SGD(model.parameters(), lr=0.1))
     unlabelled.consolidate([torch.randn(2, 4)])

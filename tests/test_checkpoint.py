@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import checkpoint
-from holdfast.checkpoint import CheckpointError, load, previous, save
+from holdfast.runs import checkpoint
+from holdfast.runs.checkpoint import CheckpointError, load, previous, save
 
 STATE = {"weights": torch.arange(5.0), "step": 3, "names": ["a", "b"], "nothing": None}
 
@@ -39,7 +39,7 @@ def test_any_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, data: st.
         del content[place:]
     path.write_bytes(bytes(content))
     with pytest.warns(
-        UserWarning, match=r"checkpoint\.pt is damaged or no checkpoint; going on from the one before it"
+        UserWarning, match=r"checkpoint\.pt is damaged or not a checkpoint; resuming from the previous one"
     ):
         assert load(path) == {"step": 1}
 
@@ -70,7 +70,7 @@ def test_if_none_is_left_nothing_is_started_anew_by_itself(tmp_path: Path) -> No
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"what is this?")
     with pytest.raises(
-        CheckpointError, match=r"is damaged or no checkpoint, and there is no other: delete .* to start anew"
+        CheckpointError, match=r"is damaged or not a checkpoint, and there is no other: delete .* to start over"
     ):
         load(path)
 
@@ -82,7 +82,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
     path = tmp_path / "checkpoint.pt"
     save(path, {"trap": Trap()})
-    with pytest.raises(CheckpointError, match="holds more than data, or other data, so it is none of ours"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of Holdfast: it contains code or other data"):
         load(path)
     assert not (tmp_path / "sprung").exists()
 
@@ -101,12 +101,12 @@ def test_a_crash_at_any_moment_of_saving_leaves_a_whole_one(tmp_path: Path, monk
             return real(self, target)
 
         monkeypatch.setattr(Path, "replace", crash)
-        with pytest.raises(CheckpointError, match=r"cannot write .*: no space left on device; make room"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*: no space left on device; free some space"):
             save(path, {"step": 2})
         monkeypatch.setattr(Path, "replace", real)
         assert load(path) == {"step": 1}
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left on device")))
-    with pytest.raises(CheckpointError, match=r"cannot write .*: no space left.* What was saved before is still there"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*: no space left.* the previous checkpoint is intact"):
         save(path, {"step": 3})
     assert load(path) == {"step": 1}
     assert previous(path).exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import cli
-from holdfast.streams import files, sources
-from test_files import Server, md5, server
+from holdfast.streams import published, sources
+from test_published import Server, md5, server
 from test_sources import idx, write_cifar, write_images, write_mnist
 
 __all__ = ["server"]
@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("HOLDFAST_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
-    for module in (files, sources):
+    for module in (published, sources):
         monkeypatch.setattr(module, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -44,11 +44,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def served(server: Server, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """MNIST as it is published, on the server."""
     write_mnist(folder)
-    server.content = {name: (folder / name).read_bytes() for name in files.MNIST.fetched}
+    server.content = {name: (folder / name).read_bytes() for name in published.MNIST.fetched}
     sums = {name: md5(content) for name, content in server.content.items()}
     parts = {name.removesuffix(".gz"): md5(gzip.decompress(content)) for name, content in server.content.items()}
-    published = replace(files.MNIST, url=server.url, fetched=sums, parts=parts, size=(12, 5))
-    monkeypatch.setitem(sources._PUBLISHED, "mnist", published)
+    ours = replace(published.MNIST, url=server.url, fetched=sums, parts=parts, size=(12, 5))
+    monkeypatch.setitem(sources._PUBLISHED, "mnist", ours)
 
 
 def failed(outcome: tuple[int, str, str]) -> str:
@@ -81,7 +81,7 @@ def test_list(run: Run, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert rows["digits"] == ["in scikit-learn", "1352 + 445", "10"]
     assert rows["mnist"] == [str(folder / "MNIST" / "raw"), "12 + 5", "10"]
-    assert rows["cifar100"] == ["not here", "", ""]
+    assert rows["cifar100"] == ["not found", "", ""]
 
 
 def test_list_goes_on_after_something_damaged(run: Run, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_fetch_and_verify(run: Run, tmp_path: Path, server: Server, monkeypatch:
     served(server, monkeypatch, tmp_path / "served")
     place = tmp_path / "place"
     raw = place / "MNIST" / "raw"
-    assert "mnist is not here" in failed(run("data", "verify", "mnist", "--data", place))
+    assert "mnist was not found in" in failed(run("data", "verify", "mnist", "--data", place))
     assert run("data", "fetch", "mnist", "--data", place) == (0, f"mnist is now in {raw}\n", "")
     assert run("data", "fetch", "mnist", "--data", place) == (0, f"mnist is already in {raw}\n", "")
     assert len(server.asked) == 4

@@ -1,6 +1,5 @@
 """The commands of a study, run as a user runs them."""
 
-import dataclasses
 import json
 import os
 import pty
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.study.records import Study
-from holdfast.training import Plan
+from holdfast.runs.plan import Plan
+from holdfast.study.store import Study
 from test_cli import Run, cache, failed, run
 from test_sources import idx
 
@@ -96,9 +95,9 @@ def test_what_is_said_reaches_the_plan(run: Run, folder: Path) -> None:
     assert (code, err) == (0, "")
     (entry,) = Study(folder / "here").entries
     assert (entry.run.name, entry.run.tasks) == ("mine", 2)
-    assert entry.run.plan == dataclasses.asdict(
+    assert entry.run.plan == (
         Plan("ewc", {"strength": 3, "labels": "exact"}, "small_cnn", width=0.5, seed=5, lr=0.2, batch=32, epochs=1,
-             epoch="task", heads="growing", judged_on="validation", curve=3, precision="bf16", deterministic=True)
+             epoch="task", heads="growing", evaluate_on="validation", curve=3, precision="bf16", deterministic=True)
     )  # fmt: skip
 
 
@@ -113,6 +112,35 @@ def test_a_study_file(run: Run, folder: Path) -> None:
     assert len(Study(folder / "studies/small").entries) == 3
 
 
+def test_composed_methods(run: Run, folder: Path) -> None:
+    """One name and the same settings on the command line, in a search and in a study file."""
+    settings = ("--set", "lwf.weight=0.1", "--set", "npc.beta=0.6")
+    code, out, err = run("run", "digits", "lwf+npc", *settings, *QUICK, "--out", "one")
+    assert (code, err) == (0, "")
+    assert "lwf+npc lwf.weight=0.1 npc.beta=0.6" in out
+    (entry,) = Study(folder / "one").entries
+    assert entry.record is not None
+    assert entry.record.settings == {
+        "lwf.weight": 0.1, "lwf.temperature": 2.0, "npc.beta": 0.6, "npc.rate": 5e-4, "npc.gain": 1.0
+    }  # fmt: skip
+    assert set(entry.record.memory) == {"lwf.teacher", "npc.importance"}
+    options = ("--over", "npc.beta", "--values", "0.5,0.6", "--coarse", "--set", "lwf.weight=0.1", *QUICK)
+    code, out, err = run("sweep", "digits", "lwf+npc", *options, "--out", "search")
+    assert (code, err) == (0, "")
+    assert "npc.beta" in out
+    assert {e.run.plan.settings["npc.beta"] for e in Study(folder / "search").entries} == {0.5, 0.6}
+    (folder / "stack.toml").write_text(
+        'stream = "digits"\ntasks = 2\nepochs = 1\n[[run]]\nmethod = "lwf+npc"\n'
+        "settings.lwf.weight = 0.1\nsettings.npc.beta = 0.6\n"
+    )
+    code, out, err = run("run", "stack.toml", "--device", "cpu", "--out", "file")
+    assert (code, err) == (0, "")
+    (again,) = Study(folder / "file").entries
+    assert again.run.id == entry.run.id
+    assert again.record is not None
+    assert again.record.matrix == entry.record.matrix
+
+
 def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) -> None:
     (folder / "small.toml").write_text('stream = "digits"\n[[run]]\nmethod = "npc"\n\nepochs = "many"\n')
     assert failed(run("run", "small.toml")) == "holdfast: small.toml:5: epochs must be a number, got 'many'\n"
@@ -124,6 +152,9 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
     [
         (("run", "digits"), "which method? For example: holdfast run digits npc"),
         (("run", "digits", "ncp"), "there is no method 'ncp'; there are npc, cpc"),
+        (("run", "digits", "npc+cpc"), "NPC and CPC cannot be combined: both control plasticity"),
+        (("run", "digits", "lwf+npc", "--set", "beta=1"), "lwf+npc has no setting 'beta'; name the part too, as in"),
+        (("run", "digits", "joint+npc"), "joint is a bound for the other methods and cannot be combined"),
         (("run", "didgits", "npc"), "there is no stream 'didgits'; there are digits"),
         (("run", "digits", "npc", "--set", "strength=3"), "npc has no setting 'strength'"),
         (("run", "digits", "npc", "--set", "rate"), "rate"),
@@ -131,33 +162,33 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("run", "digits", "npc", "--model", "vgg"), "there is no model 'vgg'"),
         (("run", "digits", "npc", "ewc", "--name", "x"), "--name is for one method"),
         (("run", "digits", "npc", "--name", "a\nb"), "name must be a line of text"),
-        (("run", "digits", "npc", "--seed", "1", "--seeds", "2"), "--seeds and --seed say two things"),
+        (("run", "digits", "npc", "--seed", "1", "--seeds", "2"), "--seeds and --seed contradict each other"),
         (("run", "digits", "npc", "--device", "gpu"), "there is no device 'gpu': use cpu or cuda"),
         (("run", "digits", "npc", "--tasks", "99"), "99"),
-        (("run", "digits", "npc", "--out", __file__), "is a file, and a study is a folder"),
+        (("run", "digits", "npc", "--out", __file__), "is a file, not a folder"),
         (("run", "nothing.toml"), "nothing.toml"),
         (("run", "digits.toml", "--seeds", "2"), "leave out all but"),
         (("run", "digits.toml", "npc"), "leave out all but"),
         (("run", "folder:nothing", "npc"), "nothing"),
-        (("run", "digits", "npc", "--device", "cuda"), "there is no GPU here"),
+        (("run", "digits", "npc", "--device", "cuda"), "torch finds no GPU"),
         (("run", "digits", "npc", "--model", "paper_cnn"), "the paper's network is for images of 32x32"),
         (("reproduce", "digits"), "the paper has no experiment 'digits'; it has imnist and icifar100"),
         (("reproduce", "imnist", "--methods", "npc,xyz"), "there is no method 'xyz'"),
         (("reproduce", "imnist", "--methods", ","), "--methods is empty"),
-        (("reproduce", "imnist", "--set", "strength=3"), "say of which method"),
+        (("reproduce", "imnist", "--set", "strength=3"), "name the method too"),
         (("reproduce", "imnist", "--set", "ewc.strengh=3"), "ewc has no setting 'strengh'"),
         (("reproduce", "imnist", "--set", "ewx.strength=3"), "ewx is not among the methods"),
         (("reproduce", "imnist", "--set", "lwf.weight=3"), "lwf is not among the methods"),
         (("reproduce", "imnist", "--searched", "nowhere"), "nowhere has no search on imnist: holdfast sweep imnist"),
         (("reproduce", "imnist", "--set", "npc.lr=-1"), "lr must be above 0, got -1"),
         (("reproduce", "imnist", "--set", "npc.lr=abc"), "lr must be a number, got 'abc'"),
-        (("sweep", "digits", "ewc", "--values", "1,-1"), "ewc does not take -1 as strength"),
+        (("sweep", "digits", "ewc", "--values", "1,-1"), "ewc does not accept -1 as strength"),
         (("sweep", "digits", "npc", "--over", "bogus", "--values", "1"), "npc has no setting 'bogus'"),
-        (("sweep", "digits", "ewc", "--values", "1,x"), "'x' is no number"),
+        (("sweep", "digits", "ewc", "--values", "1,x"), "'x' is not a number"),
         (("sweep", "digits", "ewc", "--over", "beta"), "ewc has no setting 'beta'"),
         (("sweep", "digits", "finetune", "--over", "rate"), "finetune has no setting"),
-        (("report", "nowhere"), "nowhere is no study"),
-        (("list", "nowhere"), "nowhere is no study"),
+        (("report", "nowhere"), "nowhere is not a study"),
+        (("list", "nowhere"), "nowhere is not a study"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -181,14 +212,14 @@ def test_reproduce_scaled_down(run: Run, folder: Path) -> None:
     assert "99.63(0.02)" in out  # the paper's average for NPC
     assert "*" in out.split("  paper")[0]  # after so little training, ours is another
     entries = Study(folder / "studies/imnist").entries
-    assert {(entry.run.name, entry.run.plan["lr"]) for entry in entries} == {
+    assert {(entry.run.name, entry.run.plan.lr) for entry in entries} == {
         ("npc", 0.1),
         ("finetune", 0.05),
         ("npc off", 0.1),
     }
-    assert {entry.run.plan["settings"].get("rate") for entry in entries if entry.run.name == "npc"} == {0.1}
+    assert {entry.run.plan.settings.get("rate") for entry in entries if entry.run.name == "npc"} == {0.1}
     figures = {path.name.split("-")[0] for path in (folder / "studies/imnist/figures").glob("*.png")}
-    assert figures == {"average", "tasks", "balance", "activations", "importance"}
+    assert figures == {"average", "tasks", "balance", "drift", "importance"}
 
 
 def test_sweep(run: Run, folder: Path) -> None:
@@ -199,7 +230,7 @@ def test_sweep(run: Run, folder: Path) -> None:
     assert "at the edge" in out
     (kept,) = (folder / "here" / "sweeps").iterdir()
     assert json.loads(kept.read_text())["best"] == 1e6
-    assert {entry.run.plan["judged_on"] for entry in Study(folder / "here").entries} == {"validation"}
+    assert {entry.run.plan.evaluate_on for entry in Study(folder / "here").entries} == {"validation"}
     assert run("report", "here")[0] == 0
     assert "Searches for settings" in (folder / "here" / "index.html").read_text()
     assert (folder / "here" / "figures" / "search-digits-1-validation.png").exists()
@@ -245,6 +276,6 @@ def test_in_a_terminal_there_are_bars_and_ctrl_c_says_how_to_go_on(folder: Path)
     text = shown.decode(errors="replace")
     assert "2 runs" in text
     assert "left" in text
-    assert "the same command goes on where it was" in " ".join(text.split())
+    assert "run the same command again to resume" in " ".join(text.split())
     assert "Traceback" not in text
     assert {entry.state for entry in Study(folder / "studies/digits").entries} == {"interrupted"}

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
+from holdfast.compiling import many_variants
 from holdfast.importance import layer_means
 from holdfast.methods import METHODS, npc
 from holdfast.methods.anchor import pull_
 from holdfast.methods.cpc import control_, limit_all_, measure_
 from holdfast.methods.si import exact_copies, walk_
-from holdfast.training import _many_graphs
-from holdfast.training import train as train_run
+from holdfast.runs.training import train as train_run
 from test_training import plan, stream
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own ways
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of torch's compiler
 
 BACKENDS = ["aot_eager"]
 if shutil.which("g++") or shutil.which("clang++"):
@@ -46,7 +46,7 @@ def test_model_and_loss_in_one_graph(build: type[nn.Module], backend: str) -> No
     model = build()
     plain = copy.deepcopy(model)
     data = batches(model)
-    ours = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5, sample=data[0])
+    ours = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=0.5, example=data[0])
     theirs = holdfast.NPC(plain, torch.optim.SGD(plain.parameters(), lr=0.1), rate=0.5)
 
     @torch.compile(fullgraph=True, backend=backend)
@@ -69,7 +69,7 @@ def test_the_wrapper_of_a_compiled_model_may_be_given() -> None:
     model = mlp()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(6, 4)
-    optimizer = holdfast.NPC(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), rate=0.5, sample=x)
+    optimizer = holdfast.NPC(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), rate=0.5, example=x)
     compiled(x).square().mean().backward()
     optimizer.step()
     assert optimizer.importance.keys() == {"0", "2", "4"}
@@ -80,7 +80,7 @@ def test_without_a_sample_one_graph_is_refused_by_name() -> None:
     model = mlp()
     optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"NPC\(model, optimizer, sample=x\)"):
+    with pytest.raises(RuntimeError, match=r"NPC\(model, optimizer, example=x\)"):
         compiled(torch.randn(6, 4))
     optimizer.close()
 
@@ -146,24 +146,24 @@ def test_a_second_optimizer_for_the_same_kind_of_model_is_not_compiled_again(mon
 
 def test_whether_the_model_runs_compiled_is_known() -> None:
     model, x = mlp(), torch.randn(6, 4)
-    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x)
     train(torch.compile(model, fullgraph=True, backend="aot_eager"), optimizer, [x, x])
-    assert optimizer._observation.compiled
+    assert optimizer._taps.compiled
     train(model, optimizer, [x])
-    assert not optimizer._observation.compiled
+    assert not optimizer._taps.compiled
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_in_one_graph(name: str) -> None:
-    """Two tasks with the model compiled, and the same without; the term in the loss is outside the graph."""
+    """Two tasks, with the model compiled and eager; the penalty is outside the graph."""
     results = []
     for compiled in (True, False):
         torch.manual_seed(1)
         model = mlp(width=16)
         tasks = [[(torch.randn(6, 4), torch.randint(2, (6,))) for _ in range(3)] for _ in range(2)]
-        takes_sample = "sample" in inspect.signature(METHODS[name]).parameters
-        knobs = {"sample": tasks[0][0][0]} if takes_sample else {}
-        optimizer = METHODS[name](model, torch.optim.SGD(model.parameters(), lr=0.1), **knobs)
+        takes_example = "example" in inspect.signature(METHODS[name]).parameters
+        options = {"example": tasks[0][0][0]} if takes_example else {}
+        optimizer = METHODS[name](model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         for batches in tasks:
             train(run, optimizer, [x for x, _ in batches])
@@ -175,8 +175,8 @@ def test_every_method_in_one_graph(name: str) -> None:
 
 @pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["npc", "lwf", "ssl"])
-def test_a_run_is_not_given_what_was_compiled_for_a_method_without_hooks(name: str) -> None:
-    """In one process, one run after another, as in a study."""
+def test_a_run_does_not_reuse_code_compiled_for_a_method_without_hooks(name: str) -> None:
+    """One process, several runs, as in a study."""
     made, settings = stream(), {"rate": 0.1} if name == "npc" else {}
     plans = [plan(each, settings=settings if each == name else {}, compile=True) for each in ("finetune", name)]
     _, after = (train_run(made, each, device="cpu") for each in plans)
@@ -197,22 +197,26 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
+@pytest.mark.parametrize("normalize", ["parameter", "model"])
 @pytest.mark.parametrize("name", ["pull", "measure", "limit", "control", "walk"])
-def test_a_method_s_own_part_of_a_step_is_one_graph(name: str) -> None:
-    """Else torch would leave it as it is, without a word."""
+def test_a_method_s_own_part_of_a_step_is_one_graph(name: str, normalize: str) -> None:
+    """With a graph break, torch would silently leave it eager."""
     torch.manual_seed(0)
-    values, slopes, importances = ([torch.rand(4, 3), torch.rand(4)] for _ in range(3))
+    values, gradients, importances = ([torch.rand(4, 3), torch.rand(4)] for _ in range(3))
     function, arguments = {
-        "pull": (pull_, lambda: (copies(values), importances, slopes, 3.0)),
-        "measure": (measure_, lambda: (copies(importances), values, slopes, 0.1)),
-        "limit": (limit_all_, lambda: (importances, copies(slopes), None, 0.7, 1.0)),
-        "control": (control_, lambda: (copies(importances), copies(values), copies(slopes), (0.1, 0.7, 1.0))),
-        "walk": (walk_, lambda: (copies(importances), slopes, values, copies(slopes))),
+        "pull": (pull_, lambda: (copies(values), importances, gradients, 3.0)),
+        "measure": (measure_, lambda: (copies(importances), values, gradients, 0.1, normalize)),
+        "limit": (limit_all_, lambda: (importances, copies(gradients), None, 0.7, 1.0)),
+        "control": (
+            control_,
+            lambda: (copies(importances), copies(values), copies(gradients), (0.1, 0.7, 1.0), normalize),
+        ),
+        "walk": (walk_, lambda: (copies(importances), gradients, values, copies(gradients))),
     }[name]
     ours, theirs = arguments(), arguments()
     torch.compile(function, fullgraph=True, backend="aot_eager")(*ours)
     function(*theirs)
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours[:3], theirs[:3])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -230,7 +234,7 @@ def test_the_compiled_pull_is_between_and_exact_at_both_ends(stiffness: float, b
 
 
 def test_the_compiled_pull_is_no_operation_on_lists() -> None:
-    """Which a compiler of torch's does not look into, if it is a lerp."""
+    """The compiler does not fuse a lerp over lists."""
     called: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
@@ -262,11 +266,10 @@ def test_a_process_may_compile_more_often_than_torch_lets_it() -> None:
         return graph.forward
 
     function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
-    with _many_graphs(plan(compile=True)):
+    with many_variants():
         for size in range(2, 14):
             function(torch.zeros(size))
     assert len(made) == 12
-    with _many_graphs(plan(compile=False)):
-        for size in range(14, 26):
-            function(torch.zeros(size))
-    assert len(made) == 12  # by itself torch has had enough
+    for size in range(14, 26):
+        function(torch.zeros(size))
+    assert len(made) == 12  # torch's own limit is reached

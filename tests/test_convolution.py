@@ -1,4 +1,4 @@
-"""The convolution for single samples against torch's own."""
+"""The per-sample convolution against torch's own."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from holdfast.convolution import QuickConvolutions, columns
+from holdfast.samples.convolution import PerSampleConvolutions, columns
 
 sides = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
@@ -19,7 +19,7 @@ sides = st.tuples(st.integers(1, 3), st.integers(1, 3))
 def test_as_torchs_own(kernel: Any, stride: Any, padding: Any, dilation: Any, bias: bool, seed: int) -> None:
     torch.manual_seed(seed)
     layer = nn.Conv2d(2, 3, kernel, stride, padding, dilation, bias=bias).double()
-    model = nn.Sequential(nn.Conv2d(2, 2, 1).double(), layer)  # so that it has to hand a gradient back
+    model = nn.Sequential(nn.Conv2d(2, 2, 1).double(), layer)  # so that the layer passes a gradient on
     weights = {name: p.detach() for name, p in model.named_parameters()}
     x = torch.randn(4, 2, 8, 9, dtype=torch.float64)
 
@@ -27,7 +27,7 @@ def test_as_torchs_own(kernel: Any, stride: Any, padding: Any, dilation: Any, bi
         return functional_call(model, weights, (sample[None],)).sin().sum()
 
     expected_outputs, expected = model(x), vmap(grad(loss), in_dims=(None, 0))(weights, x)
-    with QuickConvolutions():
+    with PerSampleConvolutions():
         outputs, found = model(x), vmap(grad(loss), in_dims=(None, 0))(weights, x)
         whole = torch.autograd.grad(model(x).sin().sum(), list(model.parameters()))
     torch.testing.assert_close(outputs, expected_outputs)
@@ -51,6 +51,6 @@ def test_columns_are_those_of_unfold(kernel: Any, stride: Any, padding: Any, dil
 )
 def test_other_kinds_are_torchs_own(layer: nn.Module) -> None:
     x = torch.randn(2, 4, 6, 6)
-    with QuickConvolutions():
+    with PerSampleConvolutions():
         outputs = layer(x)
     torch.testing.assert_close(outputs, layer(x))

@@ -11,22 +11,26 @@ import holdfast
 from helpers import mlp, parameters_of, train
 
 
+@pytest.mark.parametrize("normalize", ["parameter", "model"])
 @pytest.mark.parametrize("seed", range(3))
-def test_as_the_rule_in_plain_loops(seed: int) -> None:
+def test_as_the_rule_in_plain_loops(seed: int, normalize: str) -> None:
     torch.manual_seed(seed)
     beta, rate, gain, lr = 0.8, 0.3, 0.9, 0.1
     model = mlp().double()
-    optimizer = holdfast.CPC(model, SGD(model.parameters(), lr=lr), beta=beta, rate=rate, gain=gain, free=[model[4]])
+    settings = {"beta": beta, "rate": rate, "gain": gain, "normalize": normalize}
+    optimizer = holdfast.CPC(model, SGD(model.parameters(), lr=lr), free=[model[4]], **settings)
     importance = {name: [0.0] * p.numel() for name, p in model.named_parameters()}
     seen = set()
     for _ in range(8):
         x = torch.randn(8, 4, dtype=torch.float64)
         gradients = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
         expected = {}
+        controlled = list(zip(model.parameters(), gradients, strict=True))[:4]
+        total = sum((p * g).abs().sum().item() for p, g in controlled) / sum(p.numel() for p, _ in controlled)
         for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
             w, g = p.detach().flatten().tolist(), gradient.flatten().tolist()
             c = [abs(wi * gi) for wi, gi in zip(w, g, strict=True)]
-            mean = sum(c) / len(c)
+            mean = total if normalize == "model" else sum(c) / len(c)
             moved = []
             for i in range(len(c)):
                 importance[name][i] = (1 - rate) * importance[name][i] + rate * c[i] / mean

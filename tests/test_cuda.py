@@ -1,4 +1,4 @@
-"""On a GPU: skipped where there is none."""
+"""Tests on a GPU; skipped without one."""
 
 import copy
 import gc
@@ -16,15 +16,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
 from helpers import Block, assert_same_bits, memory_of, mlp, parameters_of, train
-from holdfast.fast import BeforeNorm, FewChannels, NormReluPool
+from holdfast.compiling import many_variants
 from holdfast.methods import METHODS
-from holdfast.streams.batches import Images as OnDevice
-from holdfast.streams.batches import Shuffled, prepared
+from holdfast.runs.training import Interrupted, Progress, _Training
+from holdfast.runs.training import train as train_run
+from holdfast.streams.batches import DeviceImages, Shuffled, prepare
 from holdfast.streams.tasks import Frame, permuted, rotated, split
-from holdfast.training import Interrupted, Progress, _Run
-from holdfast.training import train as train_run
-from test_fast import both as plain_and_quick
-from test_fast import pictures
+from test_fused import BeforeNorm, FewChannels, NormReluPool, pictures, plain_and_fused
 from test_streams import source
 from test_training import outcome as run_outcome
 from test_training import plan as run_plan
@@ -41,6 +39,12 @@ def _exact() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = False
     yield
     torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture(autouse=True)
+def _many_variants() -> Iterator[None]:
+    with many_variants():
+        yield
 
 
 def images(count: int) -> list[Tensor]:
@@ -63,7 +67,7 @@ def test_the_same_as_on_the_cpu(kind: type[Optimizer], moved: str) -> None:
     train(there, theirs, [x.cuda() for x in batches])
     torch.testing.assert_close(theirs.importance["conv"].cpu(), ours.importance["conv"], rtol=1e-3, atol=1e-4)
     for name, value in parameters_of(there).items():
-        if name == "conv.bias":  # the normalisation makes its gradient rounding noise, which Adam blows up
+        if name == "conv.bias":  # the normalization makes its gradient rounding noise, which Adam blows up
             continue
         torch.testing.assert_close(value.cpu(), parameters_of(here)[name], rtol=1e-3, atol=1e-4)
 
@@ -103,7 +107,7 @@ def test_compiled(mode: str) -> None:
     model = Block().cuda()
     plain = copy.deepcopy(model)
     batches = [x.cuda() for x in images(6)]
-    ours = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=0.3, free=[model.head], sample=batches[0])
+    ours = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=0.3, free=[model.head], example=batches[0])
     theirs = holdfast.NPC(plain, SGD(plain.parameters(), lr=0.1), rate=0.3, free=[plain.head])
     train(torch.compile(model, fullgraph=True, mode=mode), ours, batches)
     train(plain, theirs, batches)
@@ -124,6 +128,9 @@ def test_the_same_bits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bits(*results)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+STACKS = ("lwf+npc", "ewc+cpc", "ssl+npc")
 
 
 def two_tasks(name: str, device: str) -> dict[str, Tensor]:
@@ -208,7 +215,7 @@ def test_a_state_saved_on_the_gpu_goes_on_there(name: str) -> None:
 def test_images_on_the_host_give_the_same_batches_as_on_the_gpu() -> None:
     made = spots()
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    ways = [OnDevice(made, cpu), OnDevice(made, gpu, resident=True), OnDevice(made, gpu, resident=False)]
+    ways = [DeviceImages(made, cpu), DeviceImages(made, gpu, resident=True), DeviceImages(made, gpu, resident=False)]
     batches = [Shuffled(images, made.tasks[0], 8, torch.Generator().manual_seed(0)) for images in ways]
     for _ in range(12):
         (x, y), *others = [next(each) for each in batches]
@@ -220,8 +227,8 @@ def test_images_on_the_host_give_the_same_batches_as_on_the_gpu() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("resident", [True, False])
-def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> None:
-    """Of several sizes, with pixels in another order, and turned."""
+def test_compiled_batches_are_the_same(resident: bool) -> None:
+    """In several sizes, permuted and rotated."""
     torch.compiler.reset()
     streams = [
         split(source(channels=3), Frame(6, 2, True, "mean"), per_task=3),
@@ -230,10 +237,10 @@ def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> No
     ]
     for made in streams:
         task = made.tasks[1]
-        fused, plain = (OnDevice(made, CUDA, resident=resident, fuse=fuse) for fuse in (True, False))
-        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (fused, plain))
+        compiled, eager = (DeviceImages(made, CUDA, resident=resident, compile=flag) for flag in (True, False))
+        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (compiled, eager))
         pairs = [(next(ours), next(theirs)) for _ in range(5)]
-        ours, theirs = (Shuffled(images, task, 9, torch.Generator().manual_seed(1)) for images in (fused, plain))
+        ours, theirs = (Shuffled(images, task, 9, torch.Generator().manual_seed(1)) for images in (compiled, eager))
         pairs.append((next(ours), next(theirs)))
         for (x, y), (exact, labels) in pairs:
             assert x.is_cuda
@@ -241,9 +248,9 @@ def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> No
             assert torch.equal(y, labels)
 
 
-def test_a_compiled_run_makes_its_batches_in_few_kernels() -> None:
-    runs = [_Run(spots(), run_plan("finetune", compile=fuse), CUDA) for fuse in (False, True)]
-    assert [run.images.prepare is prepared for run in runs] == [True, False]
+def test_a_compiled_run_compiles_the_preparation_of_batches() -> None:
+    runs = [_Training(spots(), run_plan("finetune", compile=flag), CUDA) for flag in (False, True)]
+    assert [run.images.prepare is prepare for run in runs] == [True, False]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -268,7 +275,7 @@ def test_a_run_on_the_gpu_ends_with_the_same_bits_twice_and_after_a_stop(
 
 def test_training_does_not_wait_for_the_gpu() -> None:
     made = spots()
-    images = OnDevice(made, torch.device("cuda"))
+    images = DeviceImages(made, torch.device("cuda"))
     batches = Shuffled(images, made.tasks[0], 8, torch.Generator().manual_seed(0))
     next(batches)
     torch.cuda.set_sync_debug_mode("error")
@@ -279,7 +286,7 @@ def test_training_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- what makes it quick ----
+# ---- fused modules and CUDA graphs ----
 
 
 @pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 256, 16, 16), (3, 128, 8, 8), (7, 5, 6, 4), (2, 3, 2, 2)])
@@ -290,9 +297,9 @@ def test_the_kernel_of_norm_relu_and_pooling(shape: tuple[int, ...], dtype: torc
     ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
     out = NormReluPool(shape[1])(ours)
     exact = nn.functional.max_pool2d(nn.functional.instance_norm(theirs).relu(), 2)
-    slope = torch.randn_like(exact).to(dtype)
-    out.backward(slope)
-    exact.backward(slope.double())
+    gradient = torch.randn_like(exact).to(dtype)
+    out.backward(gradient)
+    exact.backward(gradient.double())
     assert out.dtype == dtype
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(out.double(), exact, **close)
@@ -301,35 +308,37 @@ def test_the_kernel_of_norm_relu_and_pooling(shape: tuple[int, ...], dtype: torc
 
 
 @pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 128, 8, 8), (7, 5, 6, 4)])
-def test_the_kernel_shows_how_active_the_planes_are(shape: tuple[int, ...]) -> None:
+def test_the_kernel_shows_the_activity_of_each_channel(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda")
     ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
-    module = NormReluPool(shape[1], shows=True)
+    module = NormReluPool(shape[1])
+    module.shows = 1
     out, activity = module(ours), module.take_activity()
     active = nn.functional.instance_norm(theirs).relu()
     exact = nn.functional.max_pool2d(active, 2), active.mean((2, 3))
     torch.testing.assert_close(activity.double(), exact[1], rtol=1e-4, atol=1e-5)
-    slopes = torch.randn_like(exact[0]), shape[2] * torch.randn_like(exact[1])
-    torch.autograd.backward((out, activity), tuple(slope.float() for slope in slopes))
-    torch.autograd.backward(exact, slopes)
+    gradients = torch.randn_like(exact[0]), shape[2] * torch.randn_like(exact[1])
+    torch.autograd.backward((out, activity), tuple(gradient.float() for gradient in gradients))
+    torch.autograd.backward(exact, gradients)
     torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(5, 64, 32, 32), (3, 128, 8, 8), (7, 5, 6, 4)])
 @pytest.mark.parametrize("shows", [False, True])
-def test_the_kernel_measures_how_important_the_planes_are(shape: tuple[int, ...], shows: bool) -> None:
-    """Of what is pooled alone, whatever slope the activity has."""
+def test_the_kernel_measures_the_importance_of_each_channel(shape: tuple[int, ...], shows: bool) -> None:
+    """The importance of the pooled output alone, whatever gradient the activity has."""
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda", requires_grad=True)
-    module = NormReluPool(shape[1], shows=shows)
+    module = NormReluPool(shape[1])
+    module.shows = int(shows)
     module.carrier = torch.zeros(shape[1], device="cuda", requires_grad=True)
     exact = nn.functional.max_pool2d(nn.functional.instance_norm(x.detach().double()).relu(), 2)
-    slope = torch.randn_like(exact)
+    gradient = torch.randn_like(exact)
     for times in (1, 2):
-        term = module(x).mul(slope.float()).sum()
+        term = module(x).mul(gradient.float()).sum()
         (term + module.take_activity().square().sum() if shows else term).backward()
-        expected = times * (exact * slope).mean((2, 3)).abs().sum(0)
+        expected = times * (exact * gradient).mean((2, 3)).abs().sum(0)
         torch.testing.assert_close(module.carrier.grad.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -344,7 +353,7 @@ def test_the_kernel_is_exact_where_one_value_is_far_from_the_others(at: tuple[in
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
+def test_the_kernel_does_not_hide_values_that_are_not_finite(bad: float) -> None:
     x = torch.randn(2, 4, 8, 8, device="cuda")
     x[0, 1, 2, 3] = bad
     exact = nn.functional.max_pool2d(nn.functional.instance_norm(x).relu(), 2)
@@ -352,8 +361,8 @@ def test_the_kernel_does_not_hide_what_is_no_number(bad: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_recorded_run_that_diverges_is_noticed() -> None:
-    run = _Run(pictures(), run_plan("npc", model="paper_cnn", width=0.2, batch=16, epochs=40, compile=True), CUDA)
+def test_a_graphed_run_that_diverges_is_noticed() -> None:
+    run = _Training(pictures(), run_plan("npc", model="paper_cnn", width=0.2, batch=16, epochs=40, compile=True), CUDA)
     for progress in run:
         if progress.step == 30:
             with torch.no_grad():
@@ -364,13 +373,13 @@ def test_a_recorded_run_that_diverges_is_noticed() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_finished_run_leaves_nothing_on_the_gpu() -> None:
-    how = run_plan("ewc", model="paper_cnn", width=0.2, batch=16, epochs=4, compile=True)
-    train_run(pictures(), how, device="cuda")  # after which all that stays for good is there
+    chosen = run_plan("ewc", model="paper_cnn", width=0.2, batch=16, epochs=4, compile=True)
+    train_run(pictures(), chosen, device="cuda")  # allocates everything that stays for good
     gc.collect()
     before = torch.cuda.memory_allocated()
     gc.disable()
     try:
-        train_run(pictures(), how, device="cuda")
+        train_run(pictures(), chosen, device="cuda")
     finally:
         gc.enable()
     assert torch.cuda.memory_allocated() - before < 2**20
@@ -379,46 +388,46 @@ def test_a_finished_run_leaves_nothing_on_the_gpu() -> None:
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_of_few_channels(memory: torch.memory_format) -> None:
     plain = nn.Conv2d(3, 16, 3, padding=1, device="cuda")
-    quick = FewChannels(3, 16, 3, padding=1, device="cuda")
-    quick.load_state_dict(plain.state_dict())
-    x, slope = torch.randn(4, 3, 32, 32, device="cuda"), torch.randn(4, 16, 32, 32, device="cuda")
+    fused = FewChannels(3, 16, 3, padding=1, device="cuda")
+    fused.load_state_dict(plain.state_dict())
+    x, gradient = torch.randn(4, 3, 32, 32, device="cuda"), torch.randn(4, 16, 32, 32, device="cuda")
     x = x.contiguous(memory_format=memory)
-    torch.testing.assert_close(quick(x), plain(x), rtol=1e-4, atol=1e-5)
-    for layer in (plain, quick):
-        layer(x).backward(slope)
-    torch.testing.assert_close(quick.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(fused(x), plain(x), rtol=1e-4, atol=1e-5)
+    for layer in (plain, fused):
+        layer(x).backward(gradient)
+    torch.testing.assert_close(fused.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_biases_that_a_norm_takes_away_are_left_out(memory: torch.memory_format, compiled: bool) -> None:
-    plain, quick = (model.cuda() for model in plain_and_quick())
-    assert type(quick.conv2) is BeforeNorm  # so there is a Triton
-    for model in (plain, quick):
+def test_biases_that_a_norm_cancels_are_skipped(memory: torch.memory_format, compiled: bool) -> None:
+    plain, fused = (model.cuda() for model in plain_and_fused())
+    assert type(fused.conv2) is BeforeNorm  # so Triton is installed
+    for model in (plain, fused):
         for convolution in (model.conv1, model.conv2, model.conv3):
             nn.init.constant_(convolution.bias, 3.0)
     x = torch.randn(6, 3, 32, 32, device="cuda").contiguous(memory_format=memory)
     exact = copy.deepcopy(plain).double()
     torch.compiler.reset()
-    out = torch.compile(lambda x: quick(x), fullgraph=True)(x) if compiled else quick(x)
+    out = torch.compile(lambda x: fused(x), fullgraph=True)(x) if compiled else fused(x)
     torch.testing.assert_close(out.double(), exact(x.double()), rtol=1e-3, atol=1e-4)
     out.square().sum().backward()
     exact(x.double()).square().sum().backward()
     truth = dict(exact.named_parameters())
-    for name, ours in quick.named_parameters():
+    for name, ours in fused.named_parameters():
         if "conv" in name and "bias" in name:
             assert ours.grad is None
         else:
             near = 1e-3 * float(truth[name].grad.abs().max())
             torch.testing.assert_close(ours.grad.double(), truth[name].grad, rtol=1e-2, atol=near)
-    torch.testing.assert_close(copy.deepcopy(quick).double()(x.double()), exact(x.double()))  # the plain path
+    torch.testing.assert_close(copy.deepcopy(fused).double()(x.double()), exact(x.double()))  # the plain path
 
 
-def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:
-    """What two tasks leave behind, in a run without dropout, which draws other numbers when it is recorded."""
-    plan = run_plan(name, model="paper_cnn", width=0.2, batch=16, epochs=4, compile=compiled, lr=0.02)
-    run = _Run(pictures(), plan, torch.device("cuda"))
+def learned(name: str, flag: bool) -> dict[str, Tensor]:
+    """The parameters and the method's state after two tasks, without dropout: a graph draws other random numbers."""
+    plan = run_plan(name, model="paper_cnn", width=0.2, batch=16, epochs=4, compile=flag, lr=0.02)
+    run = _Training(pictures(), plan, torch.device("cuda"))
     run.model.dropout.p = 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -428,23 +437,25 @@ def learnt(name: str, *, compiled: bool) -> dict[str, Tensor]:
     return parameters_of(run.model) | {f"memory {key}": value for key, value in memory_of(run.method).items()}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_recorded_run_learns_what_a_plain_one_does(name: str) -> None:
-    plain, quick = (learnt(name, compiled=compiled) for compiled in (False, True))
+@pytest.mark.parametrize("name", [*METHODS, *STACKS])
+def test_a_graphed_run_learns_the_same_as_an_eager_one(name: str) -> None:
+    plain, graphed = (learned(name, flag) for flag in (False, True))
     for parameter, value in plain.items():
-        if "conv" not in parameter or "bias" not in parameter:  # which the norm makes noise
+        if "conv" not in parameter or "bias" not in parameter:  # the norm reduces it to noise
             near = 0.03 * float(value.abs().max()) if "memory" in parameter else 2e-3
-            torch.testing.assert_close(quick[parameter], value, rtol=0.02, atol=near, msg=lambda m, p=parameter: p + m)
+            torch.testing.assert_close(
+                graphed[parameter], value, rtol=0.02, atol=near, msg=lambda m, p=parameter: p + m
+            )
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", METHODS)
-def test_steps_are_recorded(name: str) -> None:
-    run = _Run(
+@pytest.mark.parametrize("name", [*METHODS, *STACKS])
+def test_steps_are_captured(name: str) -> None:
+    run = _Training(
         pictures(), run_plan(name, model="paper_cnn", width=0.1, batch=16, epochs=4, compile=True), torch.device("cuda")
     )
     steps = iter(run)
     while run.task == 0 or run.step < 8:
         next(steps)
-    recorded = run.recorded is not None and run.recorded.graph is not None
-    assert recorded == (name != "joint")  # which draws the batches of old tasks itself
+    captured = run.stepper.graphed is not None and run.stepper.graphed.graph is not None
+    assert captured == (name != "joint")  # Joint draws the batches of old tasks itself

@@ -71,21 +71,21 @@ def forgetting(name: str) -> float:
     return float(np.mean([(m.diagonal() - m[-1])[:-1].mean() for m in each]))
 
 
-def learnt(name: str) -> float:
+def learned(name: str) -> float:
     return float(np.mean([matrix(name, seed).diagonal().mean() for seed in range(SEEDS)]))
 
 
 def test_fine_tuning_forgets() -> None:
-    assert learnt("finetune") > 0.95
+    assert learned("finetune") > 0.95
     assert forgetting("finetune") > 0.08
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - BOUNDS))
 def test_a_method_forgets_less_and_still_learns(name: str) -> None:
     assert forgetting(name) < 0.5 * forgetting("finetune")
-    assert learnt(name) > 0.9
+    assert learned(name) > 0.9
 
 
 def test_the_bounds_are_bounds() -> None:
     assert forgetting("joint") < 0.2 * forgetting("finetune")
-    assert learnt("separate") > 0.97
+    assert learned("separate") > 0.97

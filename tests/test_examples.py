@@ -11,8 +11,8 @@ from torch import nn
 
 import holdfast
 from helpers import Block, mlp, parameters_of
-from holdfast.study import files
-from holdfast.study.records import StudyError
+from holdfast.study import studyfile
+from holdfast.study.store import StudyError
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,18 +47,18 @@ def test_the_run_of_the_documentation(page: str, number: int, capsys: pytest.Cap
     code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
     names: dict[str, Any] = {}
     exec(code, names)
-    assert names["record"].summary["learnt"] > 0.85
+    assert names["record"].summary["learned"] > 0.85
     assert "forgetting" in capsys.readouterr().out
 
 
 def test_the_study_file_of_the_documentation() -> None:
     page = (ROOT / "docs" / "studies.md").read_text()
     text = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0]
-    runs = files.parse(text, "study.toml")
+    runs = studyfile.parse(text, "study.toml")
     assert len(runs) == 3 * (1 + 3 + 1)
-    assert {run.plan["epochs"] for run in runs if run.name == "EWC, weak"} == {20}
+    assert {run.plan.epochs for run in runs if run.name == "EWC, weak"} == {20}
     with pytest.raises(StudyError) as caught:
-        files.parse(text.replace("1e-3", "2"), "study.toml")
+        studyfile.parse(text.replace("1e-3", "2"), "study.toml")
     assert f"`{caught.value}`" in page
 
 

@@ -4,16 +4,18 @@ import csv
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.record import Record
+from holdfast.runs.plan import Plan
+from holdfast.runs.record import Record
 from holdfast.study import exports
-from holdfast.study.records import Entry, Run
+from holdfast.study.store import Entry, Run
 
-PLAN = {"method": "npc", "settings": {}, "model": "mlp", "lr": 0.1, "judged_on": "test"}
+PLAN = Plan("npc", model="mlp", lr=0.1)
 FIRST = [[0.9, 0.5], [0.7, 0.8]]
 SECOND = [[0.8, 0.5], [0.6, 0.9]]
 
@@ -22,14 +24,15 @@ def record_of(run: Run, matrix: list[list[float]], **knobs: Any) -> Record:
     """What came out of a run, with as many tasks as the matrix has unless they are named."""
     names = knobs.pop("names", [f"task {number}" for number in range(1, len(matrix) + 1)])
     known = {"settings": {"beta": 0.7}, "device": "a CPU", "versions": {"torch": "2.8"}, "images": 1000}
-    known |= {"seconds": {"training": 2.0, "consolidating": 0.5, "judging": 0.25}, "peak_bytes": 2**29}
+    known |= {"seconds": {"training": 2.0, "consolidation": 0.5, "evaluation": 0.25}, "peak_bytes": 2**29}
     known |= {"steps": [10] * len(names), "untrained": [0.5] * len(names)}
-    return Record(run.stream, names, dict(run.plan), matrix=matrix, **(known | knobs))
+    return Record(run.stream, names, run.plan.as_dict(), matrix=matrix, **(known | knobs))
 
 
 def entry(folder: Path, name: str, seed: int, matrix: list[list[float]] | None, **knobs: Any) -> Entry:
     """A run, unfinished without a matrix; what else is given is of its stream, its plan or its record."""
-    plan = PLAN | {"seed": seed} | {key: knobs.pop(key) for key in list(knobs) if key in PLAN and key != "settings"}
+    fields = {key: knobs.pop(key) for key in list(knobs) if key in vars(PLAN) and key != "settings"}
+    plan = replace(PLAN, seed=seed, **fields)
     run = Run(knobs.pop("stream", "digits"), plan, None, name, f"{name}-{seed}")
     return Entry(run, folder / run.id, None if matrix is None else record_of(run, matrix, **knobs))
 
@@ -70,7 +73,8 @@ def test_a_line_per_run(tmp_path: Path, entries: Sequence[Entry]) -> None:
     assert first["summary"]["forgetting"] == pytest.approx(0.2)
     assert first["accuracy"] == [0.7, 0.8]
     assert first["settings"] == {"beta": 0.7}
-    assert first["plan"] == {"method": "npc", "model": "mlp", "lr": 0.1, "judged_on": "test"}
+    assert first["plan"].items() >= {"method": "npc", "model": "mlp", "lr": 0.1, "evaluate_on": "test"}.items()
+    assert not {"seed", "settings"} & set(first["plan"])
     assert first["images_per_second"] == 500
     assert failed["summary"] is None
     assert failed["failure"]["why"].endswith("\nsays it")
@@ -92,21 +96,21 @@ def test_the_same_as_csv(tmp_path: Path, entries: Sequence[Entry]) -> None:
 def test_means_and_standard_errors(tmp_path: Path, entries: Sequence[Entry]) -> None:
     exports.write(tmp_path, entries)
     found = {(line["method"], line["quantity"], line["task"]): line for line in read(tmp_path / "table.csv")}
-    metrics = ("final", "over_time", "learnt", "forgetting", "backward", "forward")
+    metrics = ("final", "average_over_time", "learned", "forgetting", "backward", "forward")
     tasks = [("npc", "accuracy", f"task {number}") for number in (1, 2)]
     assert list(found) == [*tasks, *(("npc", name, "") for name in metrics)]  # nothing of what has failed
     first = found["npc", "accuracy", "task 1"]
     assert float(first["mean"]) == pytest.approx((0.7 + 0.6) / 2)
     assert float(first["standard_error"]) == pytest.approx(math.sqrt(0.05**2 * 2) / math.sqrt(2))
     assert first["runs"] == "2"
-    assert (first["stream"], first["tasks"], first["judged_on"]) == ("digits", "2", "test")
+    assert (first["stream"], first["tasks"], first["evaluate_on"]) == ("digits", "2", "test")
     assert float(found["npc", "forgetting", ""]["mean"]) == pytest.approx(0.2)
 
 
 def test_one_seed_and_one_task_have_no_error_and_no_forgetting(tmp_path: Path) -> None:
     exports.write(tmp_path, [entry(tmp_path, "npc", 0, [[0.9]])])
     lines = read(tmp_path / "table.csv")
-    assert [line["quantity"] for line in lines] == ["accuracy", "final", "over_time", "learnt"]
+    assert [line["quantity"] for line in lines] == ["accuracy", "final", "average_over_time", "learned"]
     assert {line["standard_error"] for line in lines} == {""}
 
 

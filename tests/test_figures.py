@@ -1,4 +1,4 @@
-"""Figures of records made by hand: what is drawn is what was recorded, and names are shown as they are."""
+"""Figures of handmade records: they show the recorded values, and names appear verbatim."""
 
 import dataclasses
 import json
@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from holdfast.record import Record
+from holdfast.runs.plan import Plan
+from holdfast.runs.record import Record
 from holdfast.study import figures
-from holdfast.study.figures import Drawing, draw, save, svg
-from holdfast.study.records import Entry, Run
+from holdfast.study.figures import Drawing, draw, save, style, svg
+from holdfast.study.figures.neurons import GROUPS
+from holdfast.study.store import Entry, Run
 from holdfast.study.sweep import Sweep, Tried
 from holdfast.study.tables import Comparison, Estimate, Row
 
@@ -29,7 +32,7 @@ TASKS = ("cats", "dogs")
 
 
 def record(seed: int = 0, *, shift: float = 0.0, tasks: Sequence[str] = TASKS, **changes: Any) -> Record:
-    """A run of two tasks of ten steps: three points while the first is learnt, and then one for each five steps."""
+    """A run of two tasks of ten steps, evaluated every five steps."""
     made = Record(
         stream="pets",
         tasks=list(tasks),
@@ -53,16 +56,15 @@ def row(
     name: str,
     records: Sequence[Record],
     neurons: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> Row:
     entries = []
     for number, each in enumerate(records):
-        place = folder / f"{len(list(folder.iterdir()))}-{number}"
-        place.mkdir()
+        location = folder / f"{len(list(folder.iterdir()))}-{number}"
+        location.mkdir()
         if neurons is not None:
-            (place / "neurons.json").write_text(json.dumps(neurons))
-        run = Run("pets", {"seed": number, "settings": settings or {}}, None, name, place.name)
-        entries.append(Entry(run, place, each))
+            (location / "neurons.json").write_text(json.dumps(neurons))
+        run = Run("pets", Plan("npc", seed=number), None, name, location.name)
+        entries.append(Entry(run, location, each))
     return Row(name, entries)
 
 
@@ -79,23 +81,23 @@ def distribution(top: float, *, most: Sequence[int] = (3, 1, 0, 0)) -> dict[str,
 
 
 def neurons(**changes: Any) -> dict[str, Any]:
-    """Three neurons in one layer and one in the other: with a threshold of 0.5, the second freezes, then the first."""
+    """Three neurons in one layer and one in another. At a threshold of 0.5, the second freezes, then the first."""
     marks = [
         {"task": task, "step": step, "layers": {"a": values, "b": [0.1]}}
         for task, step, values in ((0, 10, [0.1, 0.5, 0.0]), (1, 5, [0.6, 0.9, 0.2]), (1, 10, [0.7, 1.5, 0.1]))
     ]
-    change = {"importance": [0.1, 0.5, 0.0], "absolute": distribution(2.0), "relative": distribution(4.0)}
-    return {"importance": marks, "change": change} | changes
+    drift = {"importance": [0.1, 0.5, 0.0], "absolute": distribution(2.0), "relative": distribution(4.0)}
+    return {"importance": marks, "drift": drift} | changes
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """A method whose neurons were watched, and ones with names that ask for trouble."""
+    """A method with probed neurons, and methods with troublesome names."""
     folder = tmp_path_factory.mktemp("runs")
     npc = [record(settings={"beta": 0.5}), record(1, shift=0.1, settings={"beta": 0.5})]
-    watched = row(folder, "npc", npc, neurons())
+    probed = row(folder, "npc", npc, neurons())
     others = [row(folder, name, [record(shift=0.02 * number)]) for number, name in enumerate(NASTY)]
-    return comparison(watched, *others)
+    return comparison(probed, *others)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +116,7 @@ def points(axes: Axes, name: str) -> list[tuple[float, float]]:
 
 
 def ticks(axes: Axes, *, minor: bool = False) -> list[str]:
-    """What is written along the axis of time."""
+    """The labels of the time axis."""
     return [label.get_text() for label in axes.get_xticklabels(minor=minor)]
 
 
@@ -123,11 +125,11 @@ def texts(element: str) -> list[str]:
     return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-# ---- what is drawn ----
+# ---- contents ----
 
 
 def test_all_figures_in_reading_order(drawings: dict[str, Drawing]) -> None:
-    assert list(drawings) == ["average", "tasks", "balance", "activations", "importance"]
+    assert list(drawings) == ["average", "tasks", "balance", "drift", "importance"]
     assert [drawing.key for drawing in drawings.values()] == [f"{kind}-pets-2-test" for kind in drawings]
     assert "1 to 2 seeds" in drawings["average"].caption
 
@@ -154,7 +156,7 @@ def test_names_stand_beside_their_lines_in_the_order_in_which_they_end(tmp_path:
         assert piece.get_marker() == line(axes, name).get_marker()
 
 
-def test_a_task_is_drawn_from_when_it_begins_to_be_learnt(drawings: dict[str, Drawing]) -> None:
+def test_a_task_is_drawn_from_when_it_begins_to_be_learned(drawings: dict[str, Drawing]) -> None:
     first, second = drawings["tasks"].figure.axes
     assert points(first, "npc") == [(0.5, 0.65), (1.0, 0.85), (1.5, 0.75), (2.0, 0.65)]
     assert points(second, "npc") == [(1.5, 0.65), (2.0, 0.8)]
@@ -172,14 +174,14 @@ def test_axes_name_the_tasks_in_their_order_and_accuracies_in_percent(drawings: 
         assert axes.yaxis.get_major_formatter()(0.75) == "75%"
     both = drawings["balance"].figure.axes[0]
     assert [axis.get_major_formatter()(0.125) for axis in (both.xaxis, both.yaxis)] == ["12.5%", "12.5%"]
-    assert drawings["activations"].figure.axes[0].yaxis.get_major_formatter()(0.001) == "0.1%"
+    assert drawings["drift"].figure.axes[0].yaxis.get_major_formatter()(0.001) == "0.1%"
 
 
 def test_the_legend_shows_each_method_as_it_is_drawn(drawings: dict[str, Drawing]) -> None:
     figure = drawings["tasks"].figure
     (legend,) = figure.legends
     shown = {text.get_text(): handle for text, handle in zip(legend.get_texts(), legend.get_lines(), strict=True)}
-    assert list(shown) == [figures.shortened(name) for name in ("npc", *NASTY)]
+    assert list(shown) == [style.shorten(name) for name in ("npc", *NASTY)]
     for name, handle in shown.items():
         drawn = line(figure.axes[0], name)
         assert (handle.get_color(), handle.get_marker()) == (drawn.get_color(), drawn.get_marker())
@@ -188,7 +190,7 @@ def test_the_legend_shows_each_method_as_it_is_drawn(drawings: dict[str, Drawing
 def test_seeds_with_points_at_other_times_are_read_between_them(tmp_path: Path) -> None:
     sparse = record(1, curves=[])
     (axes,) = draw(comparison(row(tmp_path, "npc", [record(), sparse])))[0].figure.axes
-    there, between = (0.8 + 0.6) / 2, (0.9 + 0.7) / 2  # at 1.5, of the one, and of the other halfway from 0.9 to 0.7
+    there, between = (0.8 + 0.6) / 2, (0.9 + 0.7) / 2  # at 1.5: recorded, and halfway from 0.9 to 0.7
     assert points(axes, "npc") == [(1.0, 0.9), (1.5, round((there + between) / 2, 6)), (2.0, 0.7)]
 
 
@@ -204,8 +206,8 @@ def test_forgetting_against_plasticity(drawings: dict[str, Drawing]) -> None:
 
 
 def test_histograms_are_shares_and_means_are_written(drawings: dict[str, Drawing]) -> None:
-    absolute, relative = drawings["activations"].figure.axes
-    assert [patch.get_label() for patch in absolute.patches] == ["all", "most"]  # none of the third varied
+    absolute, relative = drawings["drift"].figure.axes
+    assert [patch.get_label() for patch in absolute.patches] == ["all", "most"]  # no neuron of the third group varied
     for axes in (absolute, relative):
         for patch in axes.patches:
             assert patch.get_data().values.sum() == pytest.approx(1)
@@ -215,47 +217,50 @@ def test_histograms_are_shares_and_means_are_written(drawings: dict[str, Drawing
     assert absolute.get_title(loc="left") == "npc\nmean: all 0.5, most 0.125, least none"
 
 
-def test_groups_of_neurons_are_named_in_their_colours(drawings: dict[str, Drawing]) -> None:
-    figure = drawings["activations"].figure
+def test_groups_of_neurons_are_named_in_their_colors(drawings: dict[str, Drawing]) -> None:
+    figure = drawings["drift"].figure
     (legend,) = figure.legends
     named = {text.get_text(): patch for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)}
-    assert list(named) == list(figures.GROUPS.values())
+    assert list(named) == list(GROUPS.values())
     for drawn in figure.axes[0].patches:
-        patch = named[figures.GROUPS[drawn.get_label()]]
+        patch = named[GROUPS[drawn.get_label()]]
         assert (patch.get_facecolor(), patch.get_edgecolor()) == (drawn.get_facecolor(), drawn.get_edgecolor())
 
 
-def test_means_of_neurons_are_over_all_seeds_or_there_are_none(tmp_path: Path) -> None:
+def test_means_of_neurons_are_over_all_seeds_or_none(tmp_path: Path) -> None:
     rows = row(tmp_path, "npc", [record(), record(1)], neurons())
     other = neurons()
-    other["change"]["absolute"]["means"] = {"all": 1.5, "most": 3.875, "least": 0.5}
+    other["drift"]["absolute"]["means"] = {"all": 1.5, "most": 3.875, "least": 0.5}
     (rows.entries[1].folder / "neurons.json").write_text(json.dumps(other))
     drawing = draw(comparison(rows))[-1]
     axes = drawing.figure.axes[0]
-    assert axes.get_title(loc="left") == "npc\nmean: all 1, most 2, least none"  # which the first seed does not have
+    assert axes.get_title(loc="left") == "npc\nmean: all 1, most 2, least none"  # the first seed has no least mean
     triangles = {float(each.get_xdata()[0]): each.get_color() for each in axes.get_lines()}
-    assert triangles == {1.0: figures.INK, 2.0: to_hex(axes.patches[1].get_edgecolor())}
-    assert "Numbers are means over 2 seeds, none if in any seed nothing in the group varied" in drawing.caption
+    assert triangles == {1.0: style.INK, 2.0: to_hex(axes.patches[1].get_edgecolor())}
+    assert "Numbers show means over 2 seeds, or none if, in any seed, no neuron of the group varied" in drawing.caption
 
 
 def test_a_mean_beyond_the_panel_has_no_triangle(tmp_path: Path) -> None:
     far = neurons()
-    far["change"]["absolute"]["means"]["all"] = 2.5
+    far["drift"]["absolute"]["means"]["all"] = 2.5
     axes = draw(comparison(row(tmp_path, "npc", [record()], far)))[-1].figure.axes[0]
     assert [float(each.get_xdata()[0]) for each in axes.get_lines()] == [0.125]
 
 
 def test_histograms_of_several_methods_have_the_same_bins(tmp_path: Path) -> None:
-    wide = neurons(change=neurons()["change"] | {"absolute": distribution(4.0, most=[2, 1, 0, 1])})
+    wide = neurons(drift=neurons()["drift"] | {"absolute": distribution(4.0, most=[2, 1, 0, 1])})
     rows = row(tmp_path, "narrow", [record()], neurons()), row(tmp_path, "wide", [record()], wide)
     first, _, second, _ = draw(comparison(*rows))[-1].figure.axes
     assert [patch.get_data().edges.tolist() for patch in (*first.patches, *second.patches)] == [[0, 1, 2]] * 4
     assert first.patches[1].get_data().values.tolist() == [1, 0]
-    assert second.patches[1].get_data().values.tolist() == [0.5, 0.5]  # three quarters of it are further up
+    assert second.patches[1].get_data().values.tolist() == [
+        0.5,
+        0.5,
+    ]  # three quarters of its range lie beyond the panel
 
 
 def test_no_histogram_ends_within_its_panel(tmp_path: Path) -> None:
-    wide = neurons(change=neurons()["change"] | {"absolute": distribution(20.0)})
+    wide = neurons(drift=neurons()["drift"] | {"absolute": distribution(20.0)})
     rows = row(tmp_path, "narrow", [record()], neurons()), row(tmp_path, "wide", [record()], wide)
     first, _, second, _ = draw(comparison(*rows))[-1].figure.axes
     assert first.get_xlim() == second.get_xlim() == (0, 2)
@@ -267,39 +272,39 @@ def test_importance_is_relative_to_the_threshold_in_order_of_freezing(drawings: 
     values = np.asarray(mesh.get_array())
     np.testing.assert_allclose(values, [[1, 1.8, 3], [0.2, 1.2, 1.4], [0, 0.4, 0.2]])
     assert mesh.get_coordinates()[0, :, 0].tolist() == [0, 1, 1.5, 2]
-    assert np.all(np.diff(mesh.get_coordinates()[:, 0, 1]) > 0)  # rows of values lie one above the other,
-    assert first.get_ylim() == (0, 1)  # and up is up: what froze first lies lowest
+    assert np.all(np.diff(mesh.get_coordinates()[:, 0, 1]) > 0)  # rows of values are stacked upward
+    assert first.get_ylim() == (0, 1)  # the first neuron to freeze is lowest
     assert ticks(second, minor=True) == ["cats", "dogs"]
     assert first.yaxis.get_major_formatter()(0.5) == "50%"
     assert first.get_title(loc="left") == "a: 2 of 3 frozen"
     assert second.get_title(loc="left") == "b: 0 of 1 frozen"
     below, at = mesh.cmap(mesh.norm(np.array([0.999, 1.0])))
-    assert np.abs(below - at).max() > 0.4  # one sees where neurons freeze
+    assert np.abs(below - at).max() > 0.4  # the threshold is visible
     assert {text.get_text(): text.get_position()[0] for text in bar.texts} == {"plastic": 0.5, "frozen": 1.5}
     assert ticks(bar) == [f"{tick:g}" for tick in bar.get_xticks()]
 
 
 def test_a_method_looks_the_same_in_all_figures_and_like_no_other(drawings: dict[str, Drawing]) -> None:
     axes = [drawings["average"].figure.axes[0], *drawings["tasks"].figure.axes]
-    for name in ("npc", figures.shortened(NASTY[2])):
+    for name in ("npc", style.shorten(NASTY[2])):
         assert len({(line(each, name).get_color(), str(line(each, name).get_marker())) for each in axes}) == 1
         assert len({str(line(each, name)._dash_pattern) for each in axes}) == 1
-    many = [figures.look(number, "") for number in range(132)]
+    many = [style.method_style(number, "") for number in range(132)]
     assert len(set(many)) == 132
 
 
-def test_colours_can_be_seen_on_white_and_on_a_dark_page() -> None:
-    def luminance(colour: str) -> float:
-        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+def test_colors_can_be_seen_on_white_and_on_a_dark_page() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 
-    for colour in figures.PALETTE:
-        assert luminance("#ffffff") / luminance(colour) >= 3
-        assert luminance(colour) / luminance("#14171c") >= 3
+    for color in style.PALETTE:
+        assert luminance("#ffffff") / luminance(color) >= 3
+        assert luminance(color) / luminance("#14171c") >= 3
 
 
-# ---- what is left out ----
+# ---- missing data ----
 
 
 def test_nothing_is_drawn_of_runs_that_failed(tmp_path: Path) -> None:
@@ -318,31 +323,47 @@ def test_one_task_has_no_figures_that_need_two(tmp_path: Path) -> None:
 
 def test_without_neurons_there_are_no_figures_of_them(tmp_path: Path) -> None:
     plain = row(tmp_path, "a", [record()])
-    unknown = row(tmp_path, "b", [record()], {"importance": [], "change": None})
-    without = neurons(importance=[])["change"] | {"importance": None}
-    unimportant = row(tmp_path, "c", [record()], {"importance": [], "change": without})
+    unknown = row(tmp_path, "b", [record()], {"importance": [], "drift": None})
+    without = neurons(importance=[])["drift"] | {"importance": None}
+    unimportant = row(tmp_path, "c", [record()], {"importance": [], "drift": without})
     drawn = draw(comparison(plain, unknown, unimportant))
     assert [drawing.key.split("-")[0] for drawing in drawn] == ["average", "tasks", "balance"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"importance": [{}], "change": null}', "change"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"importance": [{}], "drift": null}', "drift", "top"])
 def test_neurons_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path, content: str) -> None:
     rows = row(tmp_path, "npc", [record(settings={"beta": 0.5}), record(1, settings={"beta": 0.5})], neurons())
     path = rows.entries[0].folder / "neurons.json"
-    path.write_text(json.dumps(neurons(change={"importance": []})) if content == "change" else content)
+    flat = neurons()["drift"] | {"relative": distribution(0.0)}
+    damaged = {"drift": neurons(drift={"importance": []}), "top": neurons(drift=flat)}
+    path.write_text(json.dumps(damaged[content]) if content in damaged else content)
     with pytest.warns(UserWarning, match=re.escape(str(path))) as warned:
         drawn = draw(comparison(rows))
     assert len(warned) == 1
     assert "\n" not in str(warned[0].message)
-    assert [drawing.key.split("-")[0] for drawing in drawn[-2:]] == ["activations", "importance"]
+    assert [drawing.key.split("-")[0] for drawing in drawn[-2:]] == ["drift", "importance"]
     assert "seed 1" in drawn[-1].caption
 
 
 def test_the_importance_is_that_of_a_run_that_holds_something_back(tmp_path: Path) -> None:
-    off = row(tmp_path, "off", [record(settings={"beta": 1e12})], neurons(), {"beta": 1e12})
+    off = row(tmp_path, "off", [record(settings={"beta": 1e12})], neurons())
     assert "importance" not in {drawing.key.split("-")[0] for drawing in draw(comparison(off))}
     on = row(tmp_path, "on", [record(settings={"beta": 0.5})], neurons())
-    assert draw(comparison(off, on))[-1].title == "Importance of the neurons: on"
+    assert draw(comparison(off, on))[-1].title == "Neuron importance: on"
+
+
+def test_the_importance_of_a_composed_method(tmp_path: Path) -> None:
+    off, on = ({"lwf.weight": 0.1, "npc.beta": beta} for beta in (1e12, 0.5))
+    unclear = {"outer.beta": 0.5, "inner.beta": 0.7}
+    rows = [
+        row(tmp_path, f"{number}", [record(settings=settings)], neurons())
+        for number, settings in enumerate((off, unclear, on))
+    ]
+    drawn = draw(comparison(*rows))[-1]
+    assert drawn.title == "Neuron importance: 2"
+    assert "relative to the threshold 0.5 " in drawn.caption
+    assert drawn.figure.axes[0].get_title(loc="left") == "a: 2 of 3 frozen"
+    assert not any(drawing.key.startswith("importance") for drawing in draw(comparison(*rows[:2])))
 
 
 def test_many_methods_tasks_and_layers(tmp_path: Path) -> None:
@@ -350,7 +371,7 @@ def test_many_methods_tasks_and_layers(tmp_path: Path) -> None:
     matrix = [[0.5 + 0.05 * (i == j) for j in range(9)] for i in range(9)]
     made = record(tasks=tasks, steps=[10] * 9, matrix=matrix, untrained=[0.5] * 9, curves=[], settings={"beta": 1.0})
     marks = [{"task": 8, "step": 10, "layers": {f"layer{n}": [0.1] * (n + 1) for n in range(5)}}]
-    rows = [row(tmp_path, f"method {number}", [made], {"importance": marks, "change": None}) for number in range(30)]
+    rows = [row(tmp_path, f"method {number}", [made], {"importance": marks, "drift": None}) for number in range(30)]
     drawn = draw(comparison(*rows, tasks=tasks))
     assert [drawing.key.split("-")[0] for drawing in drawn] == ["average", "tasks", "balance", "importance"]
     assert len(drawn[1].figure.axes) == 9
@@ -364,7 +385,7 @@ def test_names_are_shown_as_they_are(drawings: dict[str, Drawing]) -> None:
     for kind in ("average", "tasks", "balance"):
         shown = texts(svg(drawings[kind]))
         for name in NASTY:
-            assert shown.count(figures.shortened(name)) == 1, (kind, name)
+            assert shown.count(style.shorten(name)) == 1, (kind, name)
     assert "<script" not in svg(drawings["average"])
 
 
@@ -410,15 +431,15 @@ def test_ids_do_not_clash_and_are_there(drawings: dict[str, Drawing]) -> None:
 
 
 def test_all_ink_is_that_of_the_page(drawings: dict[str, Drawing]) -> None:
-    ours = {*figures.PALETTE, "#ffffff", "#3b4048", "#1d3a57", "#6d1a12", "none", "currentColor"}
+    ours = {*style.PALETTE, "#ffffff", "#3b4048", "#1d3a57", "#6d1a12", "none", "currentColor"}
     for drawing in drawings.values():
         root = ElementTree.fromstring(svg(drawing))
         styles = [node.get("style", "") for node in root.iter()]
-        colours = {colour for style in styles for colour in re.findall(r"(?:fill|stroke): ([^;]+)", style)}
-        assert "currentColor" in colours
-        assert colours <= ours
+        colors = {color for style in styles for color in re.findall(r"(?:fill|stroke): ([^;]+)", style)}
+        assert "currentColor" in colors
+        assert colors <= ours
         for node in root.iter("{http://www.w3.org/2000/svg}text"):
-            assert "fill: " in node.get("style", "")  # text without is black
+            assert "fill: " in node.get("style", "")  # otherwise it is black
 
 
 # ---- files ----
@@ -433,6 +454,11 @@ def test_files_are_the_same_each_time(drawings: dict[str, Drawing], compared: Co
     assert b"CreationDate" not in first[0].read_bytes()
     assert first[1].read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(path.name for path in first)
+
+
+def test_the_registered_kinds() -> None:
+    names = [kind.name for kinds in (figures.COMPARISON_KINDS, figures.SEARCH_KINDS) for kind in kinds]
+    assert names == ["average", "tasks", "balance", "drift", "importance", "search"]
 
 
 def test_figures_of_what_is_gone_are_removed(tmp_path: Path) -> None:
@@ -460,10 +486,10 @@ def test_streams_with_odd_names_have_files_of_their_own(tmp_path: Path) -> None:
 
 def test_settings_of_the_user_neither_matter_nor_change(tmp_path: Path) -> None:
     compared = comparison(row(tmp_path, "$x$", [record()]))
-    usual = svg(draw(compared)[0])
+    default = svg(draw(compared)[0])
     with matplotlib.rc_context({"axes.facecolor": "red", "font.size": 30, "text.parse_math": True}):
         before = dict(matplotlib.rcParams)
-        assert svg(draw(compared)[0]) == usual
+        assert svg(draw(compared)[0]) == default
         assert dict(matplotlib.rcParams) == before
 
 
@@ -478,8 +504,7 @@ def test_torch_is_not_needed() -> None:
 def sweep_of(name: str, curve: Mapping[float, float | None], *, epochs: float = 3, seeds: int = 1) -> Sweep:
     error = 0.01 if seeds > 1 else None
     tried = [Tried(value, None if mean is None else Estimate(mean, error, seeds)) for value, mean in curve.items()]
-    plan = {"method": name, "settings": {}, "epochs": epochs, "width": 1.0}
-    return Sweep(Run("pets", plan, 2, name, ""), "strength", seeds, tried)
+    return Sweep(Run("pets", Plan("ewc", epochs=epochs), 2, name, ""), "strength", seeds, tried)
 
 
 def test_a_search_is_drawn_as_it_was_found() -> None:
@@ -489,7 +514,7 @@ def test_a_search_is_drawn_as_it_was_found() -> None:
     assert [axes.get_title("left") for axes in (first, second)] == ["ewc: strength", "mas: strength, 3 seeds"]
     line, below, failed, best = first.lines
     assert np.allclose(line.get_xydata(), [(0.01, 0.2), (0.1, 0.6), (1.0, 0.8)])
-    assert list(below.get_xdata()) == [0.01]  # far below the best, which the panel does not show
+    assert list(below.get_xdata()) == [0.01]  # below the panel: far from the best
     assert first.get_ylim()[0] > 0.5
     assert (list(failed.get_xdata()), failed.get_marker()) == ([10.0], "x")
     assert best.get_xydata().tolist() == [[1.0, 0.8]]
@@ -502,7 +527,20 @@ def test_searches_of_other_lengths_are_other_figures(tmp_path: Path) -> None:
     drawings = figures.draw_searches([sweep_of("ewc", {1.0: 0.5}), sweep_of("ewc", {1.0: 0.5}, epochs=30)])
     assert len({drawing.key for drawing in drawings}) == 2
     paths = save(drawings, tmp_path)
-    assert all(figures.OURS.fullmatch(path.name) for path in paths)
+    assert all(figures.own_files().fullmatch(path.name) for path in paths)
+    save([], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_registered_kind_of_search_is_drawn_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = figures.Kind("count", lambda key, sweeps: Drawing(key, f"{len(sweeps)} searches", "", Figure()))
+    monkeypatch.setattr(figures, "SEARCH_KINDS", (*figures.SEARCH_KINDS, kind))
+    drawings = figures.draw_searches([sweep_of("ewc", {1.0: 0.5}), sweep_of("mas", {1.0: 0.5})])
+    assert [(drawing.key, drawing.title) for drawing in drawings] == [
+        ("search-pets-1-validation", "Searches on pets"),
+        ("count-pets-1-validation", "2 searches"),
+    ]
+    assert len(save(drawings, tmp_path)) == 4
     save([], tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -83,7 +83,7 @@ def average(importance: list[float], measured: list[float], sizes: list[int], ra
 
 
 def test_moving_average_by_hand() -> None:
-    # layer means 2 and 5; normalised 0.5, 1.5 and 1; rate 0.25 from 1, 1, 0
+    # layer means 2 and 5; normalized 0.5, 1.5 and 1; rate 0.25 from 1, 1, 0
     assert average([1, 1, 0], [1, 3, 5], [2, 1], 0.25) == pytest.approx([0.875, 1.125, 0.25])
 
 

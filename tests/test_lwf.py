@@ -23,8 +23,8 @@ def test_distillation_by_hand() -> None:
     assert twice.item() == pytest.approx(expected / 2)
 
 
-def lwf(model: nn.Module, **knobs) -> holdfast.LwF:
-    return holdfast.LwF(model, SGD(model.parameters(), lr=0.1), **knobs)
+def lwf(model: nn.Module, **settings) -> holdfast.LwF:
+    return holdfast.LwF(model, SGD(model.parameters(), lr=0.1), **settings)
 
 
 def old_answers_term(new: Tensor, old: Tensor, heads: list[list[int]]) -> Tensor:
@@ -75,12 +75,12 @@ def test_the_copy_answers_without_dropout_and_never_learns() -> None:
     optimizer = lwf(model)
     train(model, optimizer, [torch.randn(8, 4)])
     optimizer.consolidate([])
-    assert optimizer._teacher is not None
-    held, x = parameters_of(optimizer._teacher), torch.randn(8, 4)
-    assert torch.equal(optimizer._teacher(x), optimizer._teacher(x))
+    assert optimizer._old is not None
+    held, x = parameters_of(optimizer._old), torch.randn(8, 4)
+    assert torch.equal(optimizer._old(x), optimizer._old(x))
     train(model, optimizer, [x] * 5)
-    assert_same_bits(parameters_of(optimizer._teacher), held)
-    assert all(p.grad is None for p in optimizer._teacher.parameters())
+    assert_same_bits(parameters_of(optimizer._old), held)
+    assert all(p.grad is None for p in optimizer._old.parameters())
 
 
 def test_tasks_that_share_a_head_count_it_once() -> None:
@@ -157,7 +157,7 @@ def test_outputs_of_another_shape_are_refused() -> None:
     optimizer = lwf(model)
     optimizer.consolidate([])
     model(torch.randn(2, 5, 4))
-    with pytest.raises(ValueError, match=r"returns \[samples, outputs\], this one returns \(2, 5, 3\)"):
+    with pytest.raises(ValueError, match=r"returns \[samples, outputs\], got \(2, 5, 3\)"):
         optimizer.penalty()
 
 
@@ -170,5 +170,5 @@ def test_a_model_that_returns_no_tensor() -> None:
     optimizer = lwf(model)
     optimizer.consolidate([])
     model(torch.randn(2, 4))
-    with pytest.raises(TypeError, match="must return one tensor of outputs, it returns a dict"):
+    with pytest.raises(TypeError, match="must return one tensor of outputs, got a dict"):
         optimizer.penalty()

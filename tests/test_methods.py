@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from helpers import assert_same_bits, hooks_of, memory_of, mlp, parameters_of, tensors_in, train
+from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of, tensors_in, train
 from holdfast.methods import METHODS, Joint, Method
 
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -384,11 +384,11 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name: str) -> None:
     with pytest.raises(ValueError, match="was not made by a holdfast method"):
         optimizer.load_state_dict(SGD(mlp().parameters(), lr=0.1).state_dict())
     foreign = optimizer.state_dict()
-    foreign["holdfast"] = {"method": "Unheard"}
+    foreign["param_groups"][0]["holdfast"] = {"method": "Unheard", "tensors": 0}
     with pytest.raises(ValueError, match=f"made by Unheard, not by {METHODS[name].__name__}"):
         optimizer.load_state_dict(foreign)
     if held:
-        with pytest.raises(ValueError, match=r"of another model: it has \((7|7, 4)(,|)\) for '.*', this model has \(6"):
+        with pytest.raises(ValueError, match=r"of another model: it has \(\d.*\) for '.*', this model has \(\d"):
             optimizer.load_state_dict(after_a_task(name, mlp(width=7)).state_dict())
     assert_same_bits(memory_of(optimizer), held)
 
@@ -414,12 +414,12 @@ def test_a_loaded_state_dict_is_not_written_to(name: str) -> None:
         again.consolidate(batches, active=[0, 1])
     learn(model, optimizer, batches)
     state = optimizer.state_dict()
-    kept = copy.deepcopy(tensors_in(state["holdfast"]))
+    kept = copy.deepcopy(tensors_in(memory_in(state)))
     again.load_state_dict(state)
     learn(model, again, batches)
     again.consolidate(batches, active=[0, 1])
     learn(model, again, batches)
-    assert_same_bits(tensors_in(state["holdfast"]), kept)
+    assert_same_bits(tensors_in(memory_in(state)), kept)
 
 
 @every_method
@@ -544,7 +544,7 @@ def test_what_is_not_a_model_or_an_optimizer(name: str) -> None:
         method(sgd, model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got generator"):
         method(model, model.parameters())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=f"already a holdfast {method.__name__}"):
+    with pytest.raises(ValueError, match=f"{method.__name__} and {method.__name__} cannot be combined: one of them"):
         method(model, build(name, model))
     with pytest.raises(TypeError, match="LBFGS"):
         method(model, LBFGS(model.parameters()))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import metrics
+from holdfast.runs import metrics
 
 MATRIX = [  # [after task i, on task j]
     [0.9, 0.4, 0.5],
@@ -15,10 +15,10 @@ UNTRAINED = [0.5, 0.5, 0.25]
 
 
 def test_by_hand() -> None:
-    summary = metrics.summarise(MATRIX, UNTRAINED)
+    summary = metrics.summarize(MATRIX, UNTRAINED)
     assert summary.final == pytest.approx((0.6 + 0.7 + 1.0) / 3)
-    assert summary.over_time == pytest.approx((0.9 + (0.95 + 0.8) / 2 + (0.6 + 0.7 + 1.0) / 3) / 3)
-    assert summary.learnt == pytest.approx((0.9 + 0.8 + 1.0) / 3)
+    assert summary.average_over_time == pytest.approx((0.9 + (0.95 + 0.8) / 2 + (0.6 + 0.7 + 1.0) / 3) / 3)
+    assert summary.learned == pytest.approx((0.9 + 0.8 + 1.0) / 3)
     assert summary.forgetting == pytest.approx(((0.95 - 0.6) + (0.8 - 0.7)) / 2)  # from the best there has been
     assert summary.backward == pytest.approx(((0.6 - 0.9) + (0.7 - 0.8)) / 2)
     assert summary.forward == pytest.approx(((0.4 - 0.5) + (0.6 - 0.25)) / 2)
@@ -29,14 +29,14 @@ def test_what_was_guessed_before_a_task_came_cannot_be_forgotten() -> None:
 
 
 def test_one_task_has_nothing_to_forget() -> None:
-    summary = metrics.summarise([[0.7]], [0.1])
-    assert (summary.final, summary.over_time, summary.learnt) == (0.7, 0.7, 0.7)
+    summary = metrics.summarize([[0.7]], [0.1])
+    assert (summary.final, summary.average_over_time, summary.learned) == (0.7, 0.7, 0.7)
     assert (summary.forgetting, summary.backward, summary.forward) == (None, None, None)
 
 
 @given(st.floats(0, 1), st.integers(2, 6))
 def test_a_model_that_never_changes(value: float, tasks: int) -> None:
-    summary = metrics.summarise([[value] * tasks] * tasks, [value] * tasks)
+    summary = metrics.summarize([[value] * tasks] * tasks, [value] * tasks)
     assert summary.final == pytest.approx(value)
     assert summary.forgetting == pytest.approx(0)
     assert summary.backward == pytest.approx(0)
@@ -46,8 +46,8 @@ def test_a_model_that_never_changes(value: float, tasks: int) -> None:
 @given(st.integers(2, 6))
 def test_learning_all_and_keeping_nothing(tasks: int) -> None:
     matrix = [[float(i == j) for j in range(tasks)] for i in range(tasks)]
-    summary = metrics.summarise(matrix, [0.0] * tasks)
-    assert summary.learnt == 1
+    summary = metrics.summarize(matrix, [0.0] * tasks)
+    assert summary.learned == 1
     assert summary.forgetting == 1
     assert summary.backward == -1
     assert summary.final == pytest.approx(1 / tasks)
@@ -56,4 +56,4 @@ def test_learning_all_and_keeping_nothing(tasks: int) -> None:
 @pytest.mark.parametrize("bad", [[], [[0.5, 0.5]], [[0.5], [0.5, 0.5]], [[1.5]], [[float("nan")]]])
 def test_what_is_no_matrix_of_accuracies(bad: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="accurac"):
-        metrics.summarise(bad, [0.0])
+        metrics.summarize(bad, [0.0])

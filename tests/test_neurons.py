@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.neurons import Layer, find_layers, neuron_axis
+from holdfast.neurons import Layer, find_layers
+from holdfast.neurons.kinds import neuron_axis
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(3, 4), (2, 3)),
@@ -60,7 +61,7 @@ def test_a_neurons_parameters_are_those_that_its_output_depends_on(kind: str) ->
         (nn.RMSNorm(4), (2, 5, 4), 2),
     ],
 )
-def test_the_axis_of_a_normalisation(norm: nn.Module, shape: tuple[int, ...], axis: int) -> None:
+def test_the_axis_of_a_normalization(norm: nn.Module, shape: tuple[int, ...], axis: int) -> None:
     assert neuron_axis(norm, norm(torch.randn(shape))) == axis
 
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
-from helpers import assert_same_bits, gradient_at, mlp, normalised_taylor, parameters_of, train
+from helpers import assert_same_bits, gradient_at, mlp, normalized_taylor, parameters_of, train
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.1),
@@ -176,7 +176,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     loss.backward()
     optimizer.step()
     assert optimizer.importance["0"].dtype == torch.float32
-    expected = normalised_taylor(*gradient_at(full, "0", x), 1)
+    expected = normalized_taylor(*gradient_at(full, "0", x), 1)
     torch.testing.assert_close(optimizer.importance["0"], expected, rtol=0.05, atol=0.02)
 
 
@@ -189,7 +189,7 @@ def test_autocast_with_a_grad_scaler() -> None:
         loss = loss_of(model, x)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
-    expected = normalised_taylor(*gradient_at(full, "0", x), 1)
+    expected = normalized_taylor(*gradient_at(full, "0", x), 1)
     torch.testing.assert_close(optimizer.importance["0"], expected, rtol=0.05, atol=0.02)
 
 

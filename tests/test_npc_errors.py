@@ -30,7 +30,7 @@ def npc(model: nn.Module, **knobs: Any) -> holdfast.NPC:
         ({"gain": -1}, ValueError, "gain must be above 0, got -1"),
         ({"free": ["head"]}, TypeError, r"free takes modules of the model, as in free=\[model.head\]; got 'head'"),
         ({"free": [nn.Linear(2, 2)]}, ValueError, "free has a Linear that is not a module of this model"),
-        ({"observe": {"nowhere": "1"}}, ValueError, "'nowhere' is no layer under control; there are 0, 2, 4"),
+        ({"observe": {"nowhere": "1"}}, ValueError, "'nowhere' is not an observable layer; choose from 0, 2, 4"),
         ({"observe": {"0": "nowhere"}}, ValueError, "no module 'nowhere' to observe '0' at"),
         ({"observe": {"0": "2"}}, ValueError, "'2' shows its own neurons"),
     ],
@@ -89,7 +89,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(adam.state_dict())
     foreign = optimizer.state_dict()
-    foreign["holdfast"]["method"] = "EWC"
+    foreign["param_groups"][0]["holdfast"]["method"] = "EWC"
     with pytest.raises(ValueError, match="made by EWC, not by NPC"):
         optimizer.load_state_dict(foreign)
     for name, values in optimizer.importance.items():

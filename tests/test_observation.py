@@ -1,4 +1,4 @@
-"""Where neurons are observed: the importance must be the statistic at the expected module, and at no other."""
+"""Where neurons are tapped: the importance must be the statistic at the expected module, and at no other."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import holdfast
-from helpers import Block, gradient_at, mlp, normalised_taylor, train
+from helpers import Block, gradient_at, mlp, normalized_taylor, train
 
 
 class Functional(nn.Module):
@@ -41,10 +41,10 @@ def pooled(x: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
-# name: (model, input, layer, the module at which it must be observed, the axis there)
+# name: (model, input, layer, the module at which it must be tapped, the axis there)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, int]] = {
     "a plain layer": (mlp, lambda: torch.randn(5, 4), "0", "0", 1),
-    "sequential, normalised": (
+    "sequential, normalized": (
         lambda: nn.Sequential(conv(), nn.InstanceNorm2d(4), nn.ReLU(), nn.Flatten()),
         images,
         "0",
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         1,
     ),
     "modules declared in another order": (Block, images, "conv", "norm", 1),
-    "activation and pooling before the normalisation": (
+    "activation and pooling before the normalization": (
         lambda: Functional(
             lambda m, x: pooled(m.norm(F.max_pool2d(F.relu(m.conv(x)), 2))), norm=nn.GroupNorm(2, 4), conv=conv()
         ),
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "1",
         1,
     ),
-    "a sum is nobody's normalisation": (
+    "a sum is nobody's normalization": (
         lambda: Functional(
             lambda m, x: pooled(m.norm(m.first(x) + m.second(F.relu(m.first(x))))),
             first=nn.Conv2d(2, 2, 1),
@@ -152,14 +152,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "1",
         1,
     ),
-    "changed in place without a normalisation": (
+    "changed in place without a normalization": (
         lambda: Functional(lambda m, x: m.linear(x).add_(1).tanh(), linear=nn.Linear(4, 6)),
         lambda: torch.randn(5, 4),
         "linear",
         "linear",
         1,
     ),
-    "a run of a sequence": (
+    "a chain in a sequence": (
         lambda: nn.Sequential(
             conv(), nn.BatchNorm2d(4), nn.LeakyReLU(0.1, inplace=True), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Flatten()
         ),
@@ -168,21 +168,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "1",
         1,
     ),
-    "a run with dropout, after a linear layer": (
+    "a chain with dropout, after a linear layer": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.0), nn.Linear(6, 2)),
         lambda: torch.randn(5, 4),
         "0",
         "0",
         1,
     ),
-    "a run before the normalisation": (
+    "a chain before the normalization": (
         lambda: nn.Sequential(conv(), nn.ReLU(), nn.MaxPool2d(2), nn.InstanceNorm2d(4), nn.ReLU(), nn.Flatten()),
         images,
         "0",
         "3",
         1,
     ),
-    "a normalisation outside of the sequence": (
+    "a normalization outside of the sequence": (
         lambda: Functional(
             lambda m, x: pooled(m.norm(m.body(x)).relu()),
             body=nn.Sequential(conv(), nn.ReLU()),
@@ -236,31 +236,31 @@ def _with_offset() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:these parameters")
 @pytest.mark.parametrize("rehearsed", [False, True], ids=["in training", "by sample"])
 @pytest.mark.parametrize("name", CASES)
-def test_place(name: str, rehearsed: bool) -> None:
-    build, batch, layer, place, axis = CASES[name]
+def test_tap(name: str, rehearsed: bool) -> None:
+    build, batch, layer, tapped, axis = CASES[name]
     model, x = build(), batch()
     free = [model.free] if hasattr(model, "free") else []
     twin = copy.deepcopy(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = holdfast.NPC(model, sgd, rate=1.0, free=free, sample=x if rehearsed else None)
-    for _ in range(3):  # the first step finds the place, the others rely on it
+    optimizer = holdfast.NPC(model, sgd, rate=1.0, free=free, example=x if rehearsed else None)
+    for _ in range(3):  # the first step finds the tap, the others rely on it
         twin.load_state_dict(model.state_dict())
-        expected = normalised_taylor(*gradient_at(twin, place, x), axis)
+        expected = normalized_taylor(*gradient_at(twin, tapped, x), axis)
         optimizer.zero_grad()
         output = model(x)
         assert torch.equal(output, twin(x))
         output.square().mean().backward()
         optimizer.step()
         torch.testing.assert_close(optimizer.importance[layer], expected, rtol=1e-4, atol=1e-5)
-        if place != layer:  # what is tested here would show if the layer's own output were observed
+        if tapped != layer:  # the test would fail if the layer's own output were tapped
             n, g = gradient_at(twin, layer, x)
-            at_layer = normalised_taylor(n, g, 1 if n.dim() == 4 else n.dim() - 1)
+            at_layer = normalized_taylor(n, g, 1 if n.dim() == 4 else n.dim() - 1)
             assert not torch.allclose(at_layer, expected, rtol=1e-2)
 
 
 def test_the_hook_is_put_where_it_costs_least() -> None:
     model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
-    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=images())
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=images())
     assert [len(module._forward_hooks) for module in model] == [0, 0, 0, 1, 0]
     optimizer.close()
 
@@ -269,7 +269,7 @@ def test_the_hook_in_a_transformer_layer_is_put_where_it_costs_least() -> None:
     x = torch.randn(5, 3, 4)
     for activation, hooked in (("relu", "dropout"), ("gelu", "linear1")):
         model = nn.TransformerEncoderLayer(4, 2, 6, activation=activation, batch_first=True)
-        optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+        optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x)
         names = [name for name, module in model.named_children() if module._forward_hooks]
         assert names == [hooked, "linear2"]
         optimizer.close()
@@ -288,13 +288,13 @@ def test_a_hook_of_others_may_take_the_output_elsewhere() -> None:
     (model(x).square().mean() + kept[-1].tanh().mean()).backward()
     optimizer.step()
     torch.testing.assert_close(
-        optimizer.importance["0"], normalised_taylor(n.detach(), n.grad, 1), rtol=1e-4, atol=1e-5
+        optimizer.importance["0"], normalized_taylor(n.detach(), n.grad, 1), rtol=1e-4, atol=1e-5
     )
 
 
 def test_importance_before_an_instance_norm_is_noise() -> None:
-    """Why the place matters: the loss is blind to the scale that instance norm takes away."""
-    model, x = CASES["sequential, normalised"][0]().double(), images().double()
+    """The reason to tap after it: the loss does not depend on the scale that instance norm removes."""
+    model, x = CASES["sequential, normalized"][0]().double(), images().double()
     n, g = gradient_at(model, "0", x)
     before = (n * g).mean((2, 3)).abs().mean()
     n, g = gradient_at(model, "1", x)
@@ -303,7 +303,7 @@ def test_importance_before_an_instance_norm_is_noise() -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.LayerNorm((4, 8, 8)), nn.InstanceNorm2d(4, affine=True)])
-def test_affine_parameters_of_a_following_normalisation_are_the_layers(norm: nn.Module) -> None:
+def test_affine_parameters_of_a_following_normalization_are_the_layers(norm: nn.Module) -> None:
     model, x = nn.Sequential(conv(), norm, nn.ReLU(), nn.Flatten()), images()
     optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0, beta=0.95)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -313,14 +313,14 @@ def test_affine_parameters_of_a_following_normalisation_are_the_layers(norm: nn.
     assert 0 < frozen.sum() < 4
     for name, p in model.named_parameters():
         moved = (p.detach() != before[name]).flatten(1).any(1) if p.dim() > 1 else p.detach() != before[name]
-        if name == "0.bias":  # the normalisation makes the loss blind to it
+        if name == "0.bias":  # the normalization makes the loss blind to it
             continue
         assert torch.equal(moved, ~frozen), name
 
 
-def test_a_free_normalisation_shows_the_neurons_but_keeps_its_parameters() -> None:
+def test_a_free_normalization_shows_the_neurons_but_keeps_its_parameters() -> None:
     model, x = Block(), images()
-    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "norm", x), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = holdfast.NPC(model, sgd, rate=1.0, beta=0.01, free=[model.head, model.norm])
     before = model.norm.weight.detach().clone()
@@ -330,9 +330,9 @@ def test_a_free_normalisation_shows_the_neurons_but_keeps_its_parameters() -> No
     assert (model.norm.weight != before).all()
 
 
-def test_observe_overrides_what_would_be_found() -> None:
+def test_observe_overrides_the_search() -> None:
     model, x = Block(), images()
-    expected = normalised_taylor(*gradient_at(model, "conv", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "conv", x), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="norm.weight, norm.bias"):
         optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0, free=[model.head], observe={"conv": "conv"}), x)
@@ -344,7 +344,7 @@ def test_two_layers_may_be_observed_at_their_sum() -> None:
         lambda m, x: pooled(m.norm(m.a(x) + m.b(x))).relu(), a=conv(), b=conv(), norm=nn.BatchNorm2d(4, affine=False)
     )
     x = images()
-    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "norm", x), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0, observe={"a": "norm", "b": "norm"}), x)
     for layer in ("a", "b"):
@@ -362,7 +362,7 @@ def test_a_module_called_twice_is_one_set_of_neurons() -> None:
     torch.testing.assert_close(optimizer.importance["shared"], (c / c.mean()).detach())
 
 
-def test_a_normalisation_of_several_layers_shows_none_of_them() -> None:
+def test_a_normalization_of_several_layers_shows_none_of_them() -> None:
     model = Functional(
         lambda m, x: pooled(m.norm(m.second(F.relu(m.norm(m.conv(x)))))),
         conv=conv(),
@@ -370,10 +370,10 @@ def test_a_normalisation_of_several_layers_shows_none_of_them() -> None:
         norm=nn.GroupNorm(1, 4),
     )
     x = images()
-    expected = normalised_taylor(*gradient_at(model, "conv", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "conv", x), 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters_named = pytest.warns(UserWarning, match="norm.weight, norm.bias")
-    with parameters_named, pytest.warns(UserWarning, match=r"'norm' normalises several layers \(conv, second\)"):
+    with parameters_named, pytest.warns(UserWarning, match=r"'norm' normalizes several layers \(conv, second\)"):
         optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0), x)
     torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-3, atol=1e-4)
 
@@ -388,7 +388,7 @@ def test_a_layer_first_used_later_is_found_then() -> None:
     optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
     assert optimizer.importance["b"].sum() == 0
     model.second_half = True
-    expected = normalised_taylor(*gradient_at(model, "norm_b", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "norm_b", x), 1)
     held = optimizer.importance["a"]
     step_once(optimizer, x)
     torch.testing.assert_close(optimizer.importance["b"], expected, rtol=1e-4, atol=1e-5)
@@ -409,7 +409,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     model, x = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten()), images()
     before = copy.deepcopy(model.state_dict())
     drawn = torch.get_rng_state()
-    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x)
     assert torch.equal(torch.get_rng_state(), drawn)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -419,7 +419,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
 @pytest.mark.parametrize("sample", [(torch.randn(2, 4),), [torch.randn(2, 4)], {"input": torch.randn(2, 4)}])
 def test_samples_of_several_arguments(sample: object) -> None:
     model = mlp()
-    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=sample)
+    holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=sample)
 
 
 def test_frozen_layers_below_cost_no_graph() -> None:
@@ -436,7 +436,7 @@ def test_frozen_layers_below_cost_no_graph() -> None:
 
 
 class PerTaskNorm(nn.Module):
-    """One convolution, a normalisation for each task."""
+    """One convolution, a normalization for each task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,13 +447,13 @@ class PerTaskNorm(nn.Module):
         return pooled(F.silu(y if self.task is None else self.norms[self.task](y)))
 
 
-def test_a_normalisation_of_a_later_task_shows_the_layer_too() -> None:
+def test_a_normalization_of_a_later_task_shows_the_layer_too() -> None:
     model, x = PerTaskNorm(), images()
     optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0)
     step_once(step_once(optimizer, x), x)
     for task in (1, 0, 1):
         model.task = task
-        expected = normalised_taylor(*gradient_at(model, f"norms.{task}", x), 1)
+        expected = normalized_taylor(*gradient_at(model, f"norms.{task}", x), 1)
         step_once(optimizer, x)
         torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
     frozen = optimizer.plasticity["conv"] == 0
@@ -466,13 +466,13 @@ def test_a_normalisation_of_a_later_task_shows_the_layer_too() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_normalisation_that_comes_later_takes_the_place_of_the_layers_output() -> None:
+def test_a_normalization_that_comes_later_replaces_the_layers_output() -> None:
     model, x = PerTaskNorm(), images()
     model.task = None
     optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
     model.task = 1
     for _ in range(2):
-        expected = normalised_taylor(*gradient_at(model, "norms.1", x), 1)
+        expected = normalized_taylor(*gradient_at(model, "norms.1", x), 1)
         step_once(optimizer, x)
         torch.testing.assert_close(optimizer.importance["conv"], expected, rtol=1e-4, atol=1e-5)
 
@@ -486,7 +486,7 @@ def test_a_layer_that_is_frozen_at_first() -> None:
     optimizer = step_once(holdfast.NPC(whole, torch.optim.SGD(whole.parameters(), lr=0.1), rate=1.0), x)
     model.conv.requires_grad_(True)
     for _ in range(2):
-        expected = normalised_taylor(*gradient_at(whole, "0.norms.0", x), 1)
+        expected = normalized_taylor(*gradient_at(whole, "0.norms.0", x), 1)
         step_once(optimizer, x)
         torch.testing.assert_close(optimizer.importance["0.conv"], expected, rtol=1e-4, atol=1e-5)
 
@@ -501,14 +501,14 @@ def test_a_layer_that_is_no_longer_seen_is_named_once() -> None:
     x = torch.randn(5, 4)
     optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1)), x)
     model.other_way = True
-    with pytest.warns(UserWarning, match="importance stays as it is: body.0;"):
+    with pytest.warns(UserWarning, match="importance stays the same: body.0;"):
         step_once(optimizer, x)
     step_once(optimizer, x)
 
 
 def test_two_optimizers_may_share_a_layer() -> None:
     model, x = Block(), images()
-    expected = normalised_taylor(*gradient_at(model, "norm", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "norm", x), 1)
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     both = [
@@ -557,7 +557,7 @@ def test_gradients_discarded_by_the_model_are_not_measured() -> None:
 
 def test_image_rows_are_not_taken_for_neurons() -> None:
     model, x = nn.Sequential(conv(), nn.LayerNorm((4, 4)), nn.Flatten()), torch.randn(5, 2, 4, 4)
-    expected = normalised_taylor(*gradient_at(model, "0", x), 1)
+    expected = normalized_taylor(*gradient_at(model, "0", x), 1)
     with pytest.warns(UserWarning, match="1.weight, 1.bias"):
         optimizer = step_once(holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0), x)
     torch.testing.assert_close(optimizer.importance["0"], expected, rtol=1e-4, atol=1e-5)
@@ -576,7 +576,7 @@ def test_a_rehearsal_is_a_training_forward_and_leaves_modes_and_buffers() -> Non
             return y
 
     model, x = Averaging().eval(), torch.randn(5, 4)
-    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), sample=x)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x)
     assert not any(module.training for module in model.modules())
     assert model.average.sum() == 0
     model.train()

@@ -43,7 +43,7 @@ def test_frozen_from_the_first_number_above_beta(beta: float, gain: float, dtype
 def test_closed_form_is_the_minimum_of_the_combined_loss(
     a1: float, a2: float, ratio: float, b2: float, excess: float
 ) -> None:
-    """Eq. 5 minimised numerically, against eq. 9 with the factor 2 that eq. 8 lost (docs/npc.md).
+    """Eq. 5 minimized numerically, against eq. 9 with the factor 2 that eq. 8 lost (docs/npc.md).
 
     The closed form drops terms of fourth order, so the two agree to the relative size of the excess sqrt(beta/C) - 1.
     """

@@ -1,4 +1,4 @@
-"""Models as people write them: what is controlled, and that nothing else changes."""
+"""Models as people write them: which layers are controlled, and that nothing else changes."""
 
 import copy
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import holdfast
-from helpers import assert_same_bits, gradient_at, normalised_taylor, parameters_of
+from helpers import assert_same_bits, gradient_at, normalized_taylor, parameters_of
 
 
 class ResidualBlock(nn.Module):
@@ -79,7 +79,7 @@ def pictures() -> Tensor:
     return torch.randn(4, 2, 8, 8)
 
 
-# model, batch, the free module, layers under control and where each is observed, names of what the warning must name
+# model, batch, free module, layers under control and their taps, names in the warning
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, dict[str, str], set[str]]] = {
     "residual network": (
         resnet,
@@ -119,22 +119,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, dict[
 @pytest.mark.parametrize("rehearsed", [False, True], ids=["in training", "by sample"])
 @pytest.mark.parametrize("name", CASES)
 def test_real_model(name: str, rehearsed: bool) -> None:
-    build, batch, head, places, uncontrolled = CASES[name]
+    build, batch, head, taps, uncontrolled = CASES[name]
     model, x = build(), batch()
     for module in model.modules():
         if isinstance(module, nn.Dropout | nn.MultiheadAttention):
             module.p = module.dropout = 0.0  # so that two copies of the model compute the same
     twin = copy.deepcopy(model)
     sgd, free = SGD(model.parameters(), lr=0.1), [model.get_submodule(head)]
-    optimizer = holdfast.NPC(model, sgd, rate=1.0, free=free, sample=x if rehearsed else None)
-    assert optimizer.importance.keys() == places.keys()
+    optimizer = holdfast.NPC(model, sgd, rate=1.0, free=free, example=x if rehearsed else None)
+    assert optimizer.importance.keys() == taps.keys()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             twin.load_state_dict(model.state_dict())
             expected = {
-                layer: normalised_taylor(*(seen := gradient_at(twin, place, x)), 1 if seen[0].dim() == 4 else 2)
-                for layer, place in places.items()
+                layer: normalized_taylor(*(pair := gradient_at(twin, tap, x)), 1 if pair[0].dim() == 4 else 2)
+                for layer, tap in taps.items()
             }
             optimizer.zero_grad()
             output = model(x)

@@ -24,7 +24,7 @@ WIDTH, INPUTS = 4, 2
 
 
 class Net(nn.Module):
-    """One layer, perhaps a normalisation, a functional activation, a mean over positions, a free head."""
+    """One layer, perhaps a normalization, a functional activation, a mean over positions, a free head."""
 
     def __init__(self, kind: str, dims: int, norm: str, bias: bool, affine: bool, groups: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_two_layers_and_paper_settings() -> None:
 def test_reference_by_hand() -> None:
     """The reference itself against a value worked out on paper.
 
-    One sample, two neurons n = (2, -1), loss n1 + 3 n2: c = (2, 3), normalised (0.8, 1.2).
+    One sample, two neurons n = (2, -1), loss n1 + 3 n2: c = (2, 3), normalized (0.8, 1.2).
     delta 0.5: C = (0.4, 0.6). beta 0.9: sqrt(0.9 / 0.4) = 1.5 and sqrt(0.5) = 0.7071 for neuron 1.
     """
     reference = ReferenceNPC(

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from holdfast.cli import app
 from holdfast.models import paper_cnn
-from holdfast.record import Record
+from holdfast.runs.record import Record
 from holdfast.study import paper
-from holdfast.study.records import Entry, Run, Study, read_json
+from holdfast.study.store import Entry, Run, Study, read_json
 from holdfast.study.tables import Row, compare
 from test_sources import records
 
@@ -62,7 +62,7 @@ def test_every_run_is_whole(folder: Path) -> None:
         assert set(entry.record.versions) == {"holdfast", "torch", "python"}
         assert entry.record.device
         assert sum(entry.record.seconds.values()) > 0
-        assert {"final", "learnt", "forgetting"} <= set(entry.record.summary or {})
+        assert {"final", "learned", "forgetting"} <= set(entry.record.summary or {})
 
 
 def test_there_are_neither_weights_nor_data() -> None:
@@ -75,11 +75,11 @@ def test_there_are_neither_weights_nor_data() -> None:
 def test_settings_were_not_chosen_on_test_images() -> None:
     searches = [read_json(path) for folder in SEARCHES for path in (folder / "sweeps").glob("*.json")]
     assert searches
-    assert {search["plan"]["judged_on"] for search in searches} == {"validation"}
+    assert {search["plan"]["evaluate_on"] for search in searches} == {"validation"}
 
 
 def settings_of(study: str, method: str) -> dict[str, Any]:
-    settings: dict[str, Any] = rows(study)[method].entries[0].run.plan["settings"]
+    settings: dict[str, Any] = rows(study)[method].entries[0].run.plan.settings
     return settings
 
 
@@ -120,13 +120,46 @@ def test_the_table_beside_the_paper_s(stream: str, name: str) -> None:
     assert not found
 
 
+def test_the_search_for_lwf_around_npc() -> None:
+    found = {
+        (settings["lwf.weight"], settings["npc.beta"]): f"{100 * mean:.2f}"
+        for _, _, mean, settings in tried("icifar100-combined-search")
+    }
+    shown = {
+        (float(weight), beta): cell
+        for weight, *cells in table("LwF around NPC")
+        for beta, cell in zip((0.7, 1, 1.5, 2, 3, 5), cells, strict=True)
+        if cell != "–"  # noqa: RUF001
+    }
+    assert shown == found
+    best = max(found, key=lambda pair: float(found[pair]))
+    assert best == (0.1, 2)
+    assert settings_of("icifar100-combined", "lwf+npc") == {
+        "npc.beta": 2.0, "npc.rate": 5e-4, "lwf.weight": 0.1
+    }  # fmt: skip
+
+
+def test_lwf_around_npc_beside_its_parts() -> None:
+    studies = rows("icifar100") | rows("icifar100-combined")
+    for label, *cells in table("LwF around NPC", 1):
+        row = studies[label.lower()]
+        final = row.metric("final")
+        assert final is not None
+        assert cells == [each.percent() for each in (*row.tasks, final)]
+    records = studies["lwf+npc"].records
+    seeds = [f"{each:.1f}" for each in averages(records)]
+    assert f"Its seeds are {seeds[0]}, {seeds[1]} and {seeds[2]}." in prose()
+    thirds = [f"{100 * record.matrix[2][2]:.1f}%" for record in records]
+    assert f"the third task ended at {thirds[0]}, with the others at {thirds[1]} and {thirds[2]}" in prose()
+
+
 def test_the_table_of_the_readme() -> None:
-    lines = (ROOT / "README.md").read_text().split("## The paper, done again")[1].split("\n## ")[0].splitlines()
-    head, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
-    assert len(cells) == 4
-    for stream, (_, *here), (_, *there) in zip(("icifar100", "imnist"), cells[::2], cells[1::2], strict=True):
-        found = rows(stream)
-        for name, ours, theirs in zip(head[1:], here, there, strict=True):
+    lines = (ROOT / "README.md").read_text().split("## Reproducing the paper")[1].split("\n## ")[0].splitlines()
+    _, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    assert len(cells) == 8
+    streams = {stream: rows(stream) for stream in ("icifar100", "imnist")}
+    for name, *numbers in cells:
+        for (stream, found), ours, theirs in zip(streams.items(), numbers[::2], numbers[1::2], strict=True):
             final = found[NAMES.get(name, name.lower())].metric("final")
             printed = paper.table1(stream, name.lower())
             assert final is not None
@@ -152,7 +185,7 @@ def test_the_searches(stream: str, digits: int) -> None:
         curve = ", ".join(f"{point['value']:g}: {100 * point['final']['mean']:.{digits}f}" for point in search["curve"])
         found[search["plan"]["method"], search["over"], search["seeds"]] = curve
     lines = {}
-    for label, *cells in table("Where the settings come from", {"icifar100": 0, "imnist": 1}[stream]):
+    for label, *cells in table("How the settings were chosen", {"icifar100": 0, "imnist": 1}[stream]):
         method, over, *seeds = label.split(", ")
         lines[method.lower(), over.split()[-1], int(seeds[0].removesuffix(" seeds")) if seeds else 1] = cells
     assert {key: curve for key, (curve, _, _) in lines.items()} == found
@@ -184,9 +217,9 @@ def variations() -> dict[str, list[Record]]:
 
 
 def test_the_variations() -> None:
-    heading, found, text = "What was changed to find out", variations(), prose()
+    heading, found, text = "Ablations", variations(), prose()
     lines = {name: cells for name, *cells in table(heading)}
-    assert lines.pop("as it is") == shown(averages(rows("icifar100")["npc"].records))
+    assert lines.pop("baseline") == shown(averages(rows("icifar100")["npc"].records))
     assert all(cells == shown(averages(found[f"npc, {name}"])) for name, cells in lines.items())
     told = {f"npc, {name}" for name in lines}
     precisions = {name: cells for name, *cells in table(heading, 1)}
@@ -235,11 +268,11 @@ def test_the_variations() -> None:
 
 
 def test_where_neurons_are_seen_in_the_variations() -> None:
-    def learnt(records: Iterable[Record]) -> str:
+    def learned(records: Iterable[Record]) -> str:
         means = 100 * np.mean([[record.matrix[task][task] for task in range(1, 5)] for record in records], axis=0)
         return f"{means.min():.0f} to {means.max():.0f}%"
 
-    before, after = learnt(variations()["npc, seen before the norm"]), learnt(rows("icifar100")["npc"].records)
+    before, after = learned(variations()["npc, seen before the norm"]), learned(rows("icifar100")["npc"].records)
     assert f"tasks 2 to 5 at {before} right after learning instead of {after}" in prose()
 
 
@@ -249,7 +282,7 @@ def neurons_of(name: str) -> Iterator[dict[str, Any]]:
 
 
 def test_how_many_neurons_were_frozen() -> None:
-    lines, runs = table("What NPC does there"), list(neurons_of("npc"))
+    lines, runs = table("Frozen neurons"), list(neurons_of("npc"))
     assert [layer for layer, *_ in lines] == ["conv1", "conv2", "conv3", "hidden"]
     for layer, *cells in lines:
         for task, cell in enumerate(cells):
@@ -263,7 +296,7 @@ def test_how_many_neurons_were_frozen() -> None:
 def test_figure_3() -> None:
     found = {}
     for name in ("npc", "npc off"):
-        changes = [neurons["change"] for neurons in neurons_of(name)]
+        changes = [neurons["drift"] for neurons in neurons_of(name)]
         for measure, digits in (("absolute", ".3f"), ("relative", ".2f")):
             groups = [
                 fmean(change[measure]["means"][group] for change in changes) for group in ("all", "most", "least")
@@ -288,7 +321,7 @@ def test_numbers_in_the_text() -> None:
     found, text = rows("icifar100"), prose()
     final = {name: row.metric("final") for name, row in found.items()}
     forgotten = {name: 100 * row.metric("forgetting").mean for name, row in found.items()}
-    learnt = {
+    learned = {
         name: fmean(record.matrix[task][task] for record in found[name].records for task in range(1, 5))
         for name in ("npc", "ewc", "si", "ssl", "mas", "finetune")
     }
@@ -301,11 +334,11 @@ def test_numbers_in_the_text() -> None:
     assert f"({forgotten['lwf']:.1f} points; NPC {forgotten['npc']:.1f})" in text
     few = ", ".join(f"{name.upper()} {forgotten[name]:.1f}" for name in ("ewc", "si", "mas"))
     assert f"({forgotten['npc']:.1f} points; {few})" in text
-    percent = {name: f"{100 * value:.0f}%" for name, value in learnt.items()}
+    percent = {name: f"{100 * value:.0f}%" for name, value in learned.items()}
     assert f"{percent['npc']} right after learning, fine-tuning {percent['finetune']}" in text
     others = ", ".join(f"{name.upper()} {percent[name]}" for name in ("ewc", "si", "ssl", "mas"))
     assert f"tasks 2 to 5; {others}; fine-tuning" in text
-    silent = {name: [neurons["change"]["silent"] for neurons in neurons_of(name)] for name in ("npc", "npc off")}
+    silent = {name: [neurons["drift"]["silent"] for neurons in neurons_of(name)] for name in ("npc", "npc off")}
     kept, free = silent["npc"], silent["npc off"]
     assert f"{min(kept)} to {max(kept)} of the 512 neurons hardly vary with NPC, {min(free)} to {max(free)}" in text
     assert f"after {np.log(0.3) / np.log(1 - 5e-4):,.0f} steps" in text
@@ -341,7 +374,7 @@ def test_how_often_training_falls() -> None:
     studies = [rows(name) for name in ("icifar100", "icifar100-ewc", "icifar100-paper")]
     of_studies = [record for study in studies for row in study.values() for record in row.records]
     every = [*of_studies, *(record for records in variations().values() for record in records if not record.failure)]
-    off = [record for record in every if record.settings.get("beta") == paper.NOTHING_HELD_BACK]
+    off = [record for record in every if record.settings.get("beta") == paper.FULLY_PLASTIC]
     held = [record for record in every if record.plan["method"] in ("npc", "cpc") and record not in off]
     free = [record for record in every if record.plan["method"] not in ("npc", "cpc")]
     assert {record.plan["lr"] for record in free} == {0.05}
@@ -350,7 +383,7 @@ def test_how_often_training_falls() -> None:
     assert "and 8 of them are ends of tasks" in text
     assert falls(held) == "0 of 1,755, 0 ends"
     assert falls(off) == "16 of 135, 5 ends"
-    assert "have none in 1,755; NPC's rate of 0.1 with nothing held back, `npc off`, has 16 in 135" in text
+    assert "have none in 1,755; NPC's rate of 0.1 without any limit, `npc off`, has 16 in 135" in text
     found = rows("icifar100")
     same = {tuple(record.matrix[0][0] for record in found[name].records) for name in ("mas", "si", "finetune")}
     assert [record.matrix[0][0] for record in found["separate"].records] in map(list, same)
@@ -391,9 +424,9 @@ def test_the_commands_make_these_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def record(study: Study, runs: list[Run], *_: Any, **__: Any) -> list[Entry]:
         made.setdefault(study.folder.name, set()).update(run.id for run in runs)
-        return [Study(RESULTS / study.folder.name).look(run) for run in runs]
+        return [Study(RESULTS / study.folder.name).entry(run) for run in runs]
 
-    monkeypatch.setattr("holdfast.study.running.on_gpu", lambda how: True)
+    monkeypatch.setattr("holdfast.study.work.Execution.on_gpu", True)
     monkeypatch.setattr("holdfast.cli._execute", record)
     monkeypatch.setattr("holdfast.cli._carry_out", record)
     monkeypatch.chdir(ROOT)
@@ -431,9 +464,9 @@ def test_the_paper_s_experiment_runs_scaled_down(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["reproduce", "icifar100", "--set", "si.strength=0.2", *options, *where])
     assert done.exit_code == 0, done.output
     (comparison,) = compare(Study(tmp_path / "study").entries)
-    assert sorted(row.name for row in comparison.rows) == sorted(paper.METHODS)
+    assert sorted(row.name for row in comparison.rows) == sorted(paper.COMPARED)
     assert all(len(row.entries) == 2 for row in comparison.rows)
-    assert {row.name for row in comparison.rows if paper.beside("icifar100", row)} == {*paper.METHODS} - {"finetune"}
+    assert {row.name for row in comparison.rows if paper.beside("icifar100", row)} == {*paper.COMPARED} - {"finetune"}
 
 
 def test_the_variations_run_scaled_down(tmp_path: Path) -> None:
@@ -463,11 +496,3 @@ def test_the_slow_head_of_the_variations() -> None:
     script["with_slow_head"](modules)
     modules["head"](torch.ones(1, 3)).sum().backward()
     assert modules["head"].weight.grad.unique().tolist() == [0.5]
-
-
-def test_connections_measured_together_in_the_variations() -> None:
-    script = runpy.run_path(str(RESULTS / "variations.py"))
-    importances = [torch.zeros(2), torch.zeros(1)]
-    values, slopes = [torch.tensor([1.0, -3.0]), torch.tensor([2.0])], [torch.ones(2), torch.full([1], 2.0)]
-    script["measure_together_"](importances, values, slopes, 0.5)  # 1, 3 and 4, of which the mean is 8/3
-    assert torch.cat(importances).tolist() == pytest.approx([0.1875, 0.5625, 0.75])

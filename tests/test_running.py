@@ -1,4 +1,4 @@
-"""Studies that are run: several processes, interruptions, kills, and what goes wrong with one run."""
+"""Runs executed in real processes: their records and logs, interruptions, kills, failures."""
 
 import csv
 import json
@@ -17,44 +17,51 @@ import pytest
 import torch
 
 from holdfast.errors import UserError
-from holdfast.study import logs, running
-from holdfast.study.records import Entry, Run, Study, StudyError, claimed
-from holdfast.study.running import How, Share, perform, prepare, run_all, share
-from holdfast.training import Plan, Progress, train
+from holdfast.runs.plan import Plan
+from holdfast.runs.training import Progress, train
+from holdfast.study import logs, processes, schedule, work
+from holdfast.study.processes import LocalExecutor, Share, share
+from holdfast.study.store import Entry, Run, Study, StudyError, claimed
+from holdfast.study.work import Execution, prepare, run_one
 from test_training import outcome
 
-CPU = How(device="cpu")
+CPU = Execution(device="cpu")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # subprocesses import what the tests do
 
 
-def plan(method: str = "npc", **knobs: Any) -> Plan:
-    usual = {"model": "mlp", "lr": 0.1, "batch": 16, "epochs": 1, "epoch": "task", "curve": 2}
-    return Plan(method, **{**usual, **knobs})
+def plan(method: str = "npc", **options: Any) -> Plan:
+    defaults = {"model": "mlp", "lr": 0.1, "batch": 16, "epochs": 1, "epoch": "task", "curve": 2}
+    return Plan(method, **{**defaults, **options})
 
 
-def run(method: str = "npc", **knobs: Any) -> Run:
-    return Run.of("digits", plan(method, **knobs), tasks=2)
+def run(method: str = "npc", **options: Any) -> Run:
+    return Run.of("digits", plan(method, **options), tasks=2)
 
 
 @dataclass
-class Seen:
-    """A display that remembers."""
+class Recorder:
+    """A display that records what it is shown."""
 
-    begun: list[str] = field(default_factory=list)
-    told: list[Progress] = field(default_factory=list)
-    over: dict[str, tuple[Entry | None, str]] = field(default_factory=dict)
-    waited: list[int] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    ends: dict[str, tuple[Entry | None, str]] = field(default_factory=dict)
+    counts: list[int] = field(default_factory=list)
 
-    def began(self, run: Run) -> None:
-        self.begun.append(run.label)
+    def started(self, run: Run) -> None:
+        self.runs.append(run.label)
 
-    def went_on(self, run: Run, progress: Progress) -> None:
-        self.told.append(progress)
+    def progressed(self, run: Run, progress: Progress) -> None:
+        self.progress.append(progress)
 
-    def ended(self, run: Run, entry: Entry | None, why: str) -> None:
-        self.over[run.label] = entry, why
+    def ended(self, run: Run, entry: Entry | None, reason: str) -> None:
+        self.ends[run.label] = entry, reason
 
-    def waits(self, runs: int) -> None:
-        self.waited.append(runs)
+    def elsewhere(self, runs: int) -> None:
+        self.counts.append(runs)
+
+
+def run_all(study: Study, runs: list[Run], execution: Execution, display: Recorder) -> list[Entry]:
+    return schedule.run_all(study, runs, LocalExecutor(study, execution), display)
 
 
 # ---- one run ----
@@ -62,25 +69,25 @@ class Seen:
 
 def test_a_run_is_done_once_and_leaves_plain_files(tmp_path: Path) -> None:
     study = Study(tmp_path)
-    told: list[Progress] = []
-    entry = perform(study, run(), CPU, told.append)
+    progress: list[Progress] = []
+    entry = run_one(study, run(), CPU, progress.append)
     assert entry is not None
     assert entry.record is not None
-    alone = train(running._stream("digits", None, 2), plan(), device="cpu")
+    alone = train(work._stream("digits", None, 2), plan(), device="cpu")
     assert outcome(entry.record) == outcome(alone)
     assert sorted(path.name for path in entry.folder.iterdir() if path.name != "lock") == [
         *("curve.csv", "curve.jsonl", "record.json", "run.json"),
     ]
-    steps = len(told)
+    steps = len(progress)
     assert steps > 0
-    again = perform(study, run(), CPU, told.append)
+    again = run_one(study, run(), CPU, progress.append)
     assert again is not None
     assert again.record == entry.record
-    assert len(told) == steps
+    assert len(progress) == steps
 
 
 def test_the_logs_are_the_curves(tmp_path: Path) -> None:
-    entry = perform(Study(tmp_path), run(), CPU)
+    entry = run_one(Study(tmp_path), run(), CPU)
     assert entry is not None
     assert entry.record is not None
     points = [json.loads(line) for line in (entry.folder / "curve.jsonl").read_text().splitlines()]
@@ -102,9 +109,11 @@ def test_tensorboard_has_the_same_curves(tmp_path: Path) -> None:
         "print(json.dumps({t: [(s.step, s.value) for s in e.Scalars(t)] for t in e.Tags()['scalars']}))"
     )
     study = Study(tmp_path)
-    work = "from test_running import *; perform(Study(Path(sys.argv[1])), run(), How(device='cpu', tensorboard=True))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", work, str(tmp_path)], check=True, env=environment, capture_output=True)
+    script = (
+        "from test_running import *\n"
+        "run_one(Study(Path(sys.argv[1])), run(), Execution(device='cpu', tensorboard=True))"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, env=ENVIRONMENT, capture_output=True)
     (entry,) = study.entries
     assert entry.record is not None
     shown = subprocess.run(
@@ -121,7 +130,7 @@ def test_tensorboard_has_the_same_curves(tmp_path: Path) -> None:
 
 
 def test_the_logs_of_a_run_that_diverges_end_where_its_curves_do(tmp_path: Path) -> None:
-    entry = perform(Study(tmp_path), run(lr=1e30, epochs=10, curve=150), CPU)
+    entry = run_one(Study(tmp_path), run(lr=1e30, epochs=10, curve=150), CPU)
     assert entry is not None
     assert entry.state == "failed"
     assert entry.record is not None
@@ -138,38 +147,38 @@ def test_without_tensorboard_one_line_says_what_to_install(monkeypatch: pytest.M
 def test_what_another_process_is_at_is_left_alone(tmp_path: Path) -> None:
     study = Study(tmp_path)
     with claimed(study.add(run()).folder):
-        assert perform(study, run(), CPU) is None
+        assert run_one(study, run(), CPU) is None
 
 
-# ---- many ----
+# ---- several runs ----
 
 
 def test_a_study_in_two_processes_gives_what_each_run_gives_alone(tmp_path: Path) -> None:
-    study, seen = Study(tmp_path), Seen()
+    study, display = Study(tmp_path), Recorder()
     runs = [run(method, seed=seed) for seed in range(2) for method in ("npc", "ewc", "finetune")]
-    perform(study, runs[0], CPU)
-    entries = run_all(study, runs, CPU._replace(jobs=2), seen)
+    run_one(study, runs[0], CPU)
+    entries = run_all(study, runs, CPU._replace(jobs=2), display)
     assert [entry.run for entry in entries] == runs
     assert {entry.state for entry in entries} == {"finished"}
-    assert seen.begun == [each.label for each in runs[1:]]
-    assert set(seen.over) == {each.label for each in runs[1:]}
-    assert seen.told
+    assert display.runs == [each.label for each in runs[1:]]
+    assert set(display.ends) == {each.label for each in runs[1:]}
+    assert display.progress
     for entry in entries[:4]:
         assert entry.record is not None
-        alone = train(running._stream("digits", None, 2), Plan(**entry.run.plan), device="cpu")
+        alone = train(work._stream("digits", None, 2), entry.run.plan, device="cpu")
         assert alone.matrix == entry.record.matrix
 
 
 def test_what_goes_wrong_with_one_run_does_not_stop_the_others(tmp_path: Path) -> None:
-    study, seen = Study(tmp_path), Seen()
+    study, display = Study(tmp_path), Recorder()
     bad, worse, good = run(model="paper_cnn"), run(lr=1e30), run("finetune")
     with pytest.raises(StudyError, match=r"npc, seed 0: the paper's network is for images of 32x32.*kept in"):
-        run_all(study, [bad, worse, good], CPU._replace(jobs=1), seen)
+        run_all(study, [bad, worse, good], CPU._replace(jobs=1), display)
     states = {entry.run.id: entry.state for entry in study.entries}
     assert states == {bad.id: "waiting", worse.id: "failed", good.id: "finished"}
 
 
-def test_what_cannot_work_is_said_before_anything_is_run(tmp_path: Path) -> None:
+def test_errors_are_raised_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing"):
         prepare([Run.of(f"folder:{tmp_path}/nothing", plan())], CPU)
     with pytest.raises(ValueError, match="there is no stream 'didgits'"):
@@ -179,57 +188,57 @@ def test_what_cannot_work_is_said_before_anything_is_run(tmp_path: Path) -> None
 
 
 def test_a_process_that_dies_costs_one_attempt(tmp_path: Path) -> None:
-    """All workers are killed at the first sign of life; their runs are tried again, one at a time."""
+    """All workers are killed at the first progress report; their runs are retried one at a time."""
     study = Study(tmp_path)
 
-    class Killer(Seen):
-        def went_on(self, run: Run, progress: Progress) -> None:
-            if not self.told:
+    class Killer(Recorder):
+        def progressed(self, run: Run, progress: Progress) -> None:
+            if not self.progress:
                 for child in multiprocessing.active_children():
                     assert child.pid is not None
                     os.kill(child.pid, signal.SIGKILL)
-            super().went_on(run, progress)
+            super().progressed(run, progress)
 
     runs = [run(seed=seed, epochs=10) for seed in range(3)]
-    seen = Killer()
-    entries = run_all(study, runs, CPU._replace(jobs=2), seen)
+    display = Killer()
+    entries = run_all(study, runs, CPU._replace(jobs=2), display)
     assert {entry.state for entry in entries} == {"finished"}
-    assert len(seen.begun) > len(runs)
+    assert len(display.runs) > len(runs)
 
 
 def test_an_idle_process_that_dies_is_replaced(tmp_path: Path) -> None:
-    """Whenever a run has ended its worker is killed, before it gets the next."""
+    """The worker is killed after every run, before it receives the next."""
 
-    class Killer(Seen):
-        def ended(self, run: Run, entry: Entry | None, why: str) -> None:
-            super().ended(run, entry, why)
+    class Killer(Recorder):
+        def ended(self, run: Run, entry: Entry | None, reason: str) -> None:
+            super().ended(run, entry, reason)
             for child in multiprocessing.active_children():
                 child.kill()
                 child.join()
 
-    seen = Killer()
-    entries = run_all(Study(tmp_path), [run(seed=seed) for seed in range(3)], CPU._replace(jobs=1), seen)
+    display = Killer()
+    entries = run_all(Study(tmp_path), [run(seed=seed) for seed in range(3)], CPU._replace(jobs=1), display)
     assert [entry.state for entry in entries] == ["finished"] * 3
 
 
 def test_a_run_that_is_asked_for_twice_is_done_once(tmp_path: Path) -> None:
-    seen = Seen()
-    assert len(run_all(Study(tmp_path), [run(), run()], CPU._replace(jobs=2), seen)) == 1
-    assert len(seen.begun) == 1
+    display = Recorder()
+    assert len(run_all(Study(tmp_path), [run(), run()], CPU._replace(jobs=2), display)) == 1
+    assert len(display.runs) == 1
 
 
 @pytest.mark.parametrize("after", [0.0, 1.0, 2.0])
 def test_an_interruption_is_heard_at_every_moment(tmp_path: Path, after: float) -> None:
-    """While processes start, while they load their data, while they learn."""
+    """While processes start, load their data, and train."""
     process = start(tmp_path, tmp_path / "study", 100)
     while not (tmp_path / "study" / "runs").exists():
         time.sleep(0.01)
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=40)[0]
+    printed = process.communicate(timeout=40)[0]
     assert process.returncode == 130
-    assert "goes on where it was" in said
-    assert "Traceback" not in said
+    assert "run the same command again to resume" in printed
+    assert "Traceback" not in printed
 
 
 def test_an_interrupt_that_another_thread_takes_waits_too() -> None:
@@ -237,7 +246,7 @@ def test_an_interrupt_that_another_thread_takes_waits_too() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        with pytest.raises(KeyboardInterrupt), running._interrupts_wait():  # noqa: PT012
+        with pytest.raises(KeyboardInterrupt), processes._interrupts_deferred():  # noqa: PT012
             assert other.ident is not None
             signal.pthread_kill(other.ident, signal.SIGINT)
             time.sleep(0.1)
@@ -250,13 +259,13 @@ def test_an_interrupt_that_another_thread_takes_waits_too() -> None:
 
 
 def test_a_process_that_dies_every_time_is_a_failure_of_its_run(tmp_path: Path) -> None:
-    class Killer(Seen):
-        def went_on(self, run: Run, progress: Progress) -> None:
+    class Killer(Recorder):
+        def progressed(self, run: Run, progress: Progress) -> None:
             for child in multiprocessing.active_children():
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(StudyError, match=r"npc, seed 0: its process died \(exit code -9\), perhaps for want of memory"):
+    with pytest.raises(StudyError, match=r"npc, seed 0: its process died \(exit code -9\), perhaps out of memory"):
         run_all(Study(tmp_path), [run(epochs=100)], CPU, Killer())
 
 
@@ -269,7 +278,7 @@ from test_running import *
 if __name__ == "__main__":
     runs = [run(method, seed=seed, epochs=float(sys.argv[2])) for seed in range(2) for method in ("npc", "ewc", "si")]
     try:
-        run_all(Study(Path(sys.argv[1])), runs, CPU._replace(jobs=2), Seen())
+        run_all(Study(Path(sys.argv[1])), runs, CPU._replace(jobs=2), Recorder())
     except KeyboardInterrupt as error:
         print(error)
         sys.exit(130)
@@ -279,10 +288,9 @@ if __name__ == "__main__":
 def start(tmp_path: Path, folder: Path, epochs: float) -> "subprocess.Popen[str]":
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     return subprocess.Popen(
         [sys.executable, str(script), str(folder), str(epochs)],
-        env=environment,
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -308,32 +316,32 @@ def test_two_processes_share_a_study(tmp_path: Path) -> None:
         assert len((entry.folder / "curve.jsonl").read_text().splitlines()) == len(entry.record.timeline)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_what_was_interrupted_goes_on(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_interrupted_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "study"
     process = start(tmp_path, folder, 15)
     while logged(folder) < 5:
         assert process.poll() is None
         time.sleep(0.02)
-    process.send_signal(how)
-    said = process.communicate(timeout=60)[0]
+    process.send_signal(number)
+    printed = process.communicate(timeout=60)[0]
     finished = {entry.run.id: entry.record for entry in Study(folder).entries if entry.record is not None}
     assert len(finished) < 6
-    if how == signal.SIGINT:
+    if number == signal.SIGINT:
         assert process.returncode == 130
-        assert f"goes on where it was, in {folder}" in said
+        assert f"run the same command again to resume {folder}" in printed
         assert "interrupted" in {entry.state for entry in Study(folder).entries}
     runs = [run(method, seed=seed, epochs=15.0) for seed in range(2) for method in ("npc", "ewc", "si")]
     while any(entry.state == "running" for entry in Study(folder).entries):  # a worker whose parent was killed
         time.sleep(0.05)
-    entries = run_all(Study(folder), runs, CPU._replace(jobs=2), Seen())
+    entries = run_all(Study(folder), runs, CPU._replace(jobs=2), Recorder())
     assert {entry.state for entry in entries} == {"finished"}
     for entry in entries:
         if entry.run.id in finished:
             assert entry.record == finished[entry.run.id]
         else:
             assert entry.record is not None
-            alone = train(running._stream("digits", None, 2), Plan(**entry.run.plan), device="cpu")
+            alone = train(work._stream("digits", None, 2), entry.run.plan, device="cpu")
             assert outcome(alone) == outcome(entry.record)
 
 
@@ -348,33 +356,33 @@ def test_a_cpu_is_shared_by_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, runs: int, jobs: int | None, expected: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    assert share(runs, How(device="cpu", jobs=jobs)) == Share(*expected)
+    assert share(runs, Execution(device="cpu", jobs=jobs)) == Share(*expected)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(100, running.AT_ONCE_ON_A_GPU), (13, 2), (3, 1)])
+@pytest.mark.parametrize(("free", "expected"), [(100, processes.RUNS_PER_GPU), (13, 2), (3, 1)])
 def test_a_gpu_is_shared_while_its_memory_allows(monkeypatch: pytest.MonkeyPatch, free: int, expected: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 200 * 2**30))
-    assert share(20, How()).jobs == expected
+    assert share(20, Execution()).jobs == expected
 
 
 def test_the_memory_of_a_gpu_that_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(running, "train", full)
-    ended = running._attempt(Study(tmp_path), run(), CPU, lambda _: None)
-    assert ended.outcome == "no memory"
-    assert "smaller batch" in ended.why
+    monkeypatch.setattr(work, "train", full)
+    ended = work.attempt(Study(tmp_path), run(), CPU, lambda _: None)
+    assert ended.outcome == "out of memory"
+    assert "smaller batch" in ended.reason
 
 
 def test_a_mistake_in_a_method_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(running, "train", broken)
-    ended = running._attempt(Study(tmp_path), run(), CPU, lambda _: None)
+    monkeypatch.setattr(work, "train", broken)
+    ended = work.attempt(Study(tmp_path), run(), CPU, lambda _: None)
     assert ended.outcome == "failed"
     where = Study(tmp_path).folder_of(run()) / "error.txt"
-    assert ended.why == f"ZeroDivisionError: oops; where it happened is in {where}"
+    assert ended.reason == f"ZeroDivisionError: oops; the traceback is in {where}"
     assert "in broken" in where.read_text()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import holdfast
-from helpers import mlp, parameters_of
+from helpers import memory_in, mlp, parameters_of
 from holdfast.methods.anchor import Form
 
 STRENGTH, XI = 0.3, 0.01
@@ -29,7 +29,7 @@ def bare_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 def test_as_defined_with_the_gradient_of_the_bare_loss(form: Form, optimizer: Callable[..., Optimizer]) -> None:
     """Also of an optimizer that changes the gradients themselves."""
     model = mlp().double()
-    method = holdfast.SI(model, optimizer(model.parameters(), lr=0.05), strength=STRENGTH, xi=XI, penalty=form)
+    method = holdfast.SI(model, optimizer(model.parameters(), lr=0.05), strength=STRENGTH, xi=XI, form=form)
     big = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}
     for _ in range(3):
         x, y = torch.randn(16, 4, dtype=torch.float64), torch.randint(3, (16,))
@@ -60,7 +60,7 @@ def test_the_path_adds_up_to_the_fall_of_the_loss() -> None:
         method.zero_grad()
         loss_of(model, x, y).backward()
         method.step()
-    path = sum(value.sum().item() for value in method.state_dict()["holdfast"]["path"].values())
+    path = sum(value.sum().item() for value in memory_in(method.state_dict())["path"].values())
     assert path == pytest.approx(first - loss_of(model, x, y).item(), rel=0.01)
 
 
@@ -70,7 +70,7 @@ def test_maximizing_is_the_same_as_minimizing_the_opposite(form: Form) -> None:
     for maximize in (False, True):
         torch.manual_seed(0)
         model = mlp()
-        method = holdfast.SI(model, SGD(model.parameters(), lr=0.1, maximize=maximize), penalty=form)
+        method = holdfast.SI(model, SGD(model.parameters(), lr=0.1, maximize=maximize), form=form)
         for _ in range(2):
             x, y = torch.randn(16, 4), torch.randint(3, (16,))
             for _ in range(5):
@@ -94,7 +94,7 @@ def test_sparse_gradients() -> None:
     assert method.importance["0.weight"][3:].sum() == 0
 
 
-def test_a_task_that_was_not_learnt_is_refused() -> None:
+def test_a_task_that_was_not_learned_is_refused() -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"consolidate\(\) came before any step\(\)"):
         holdfast.SI(model, SGD(model.parameters(), lr=0.1)).consolidate([])

@@ -1,4 +1,4 @@
-"""Sources of images, made of tiny files in the publishers' formats."""
+"""Sources of images, from tiny files in the publishers' formats."""
 
 import gzip
 import hashlib
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from holdfast.streams import files, sources
+from holdfast.streams import published, sources
 from holdfast.streams.sources import DataError, from_arrays, load, parse_cifar100, parse_idx
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("HOLDFAST_DATA", raising=False)
-    for module in (files, sources):
+    for module in (published, sources):
         monkeypatch.setattr(module, "user_cache", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -112,7 +112,7 @@ def test_a_wrong_mnist_file_is_named(tmp_path: Path, part: str, content: bytes, 
     with pytest.raises(DataError) as caught:
         load("mnist", tmp_path)
     assert one_line(caught).startswith(f"{tmp_path / part} {says}")
-    assert "delete it, then `holdfast data fetch mnist`" in str(caught.value)
+    assert "delete it, then fetch it with `holdfast data fetch mnist`" in str(caught.value)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
@@ -130,7 +130,7 @@ def test_a_gzip_file_cut_anywhere_is_named(tmp_path: Path, data: st.DataObject) 
 def test_images_of_different_sizes(tmp_path: Path) -> None:
     write_mnist(tmp_path, gzipped=False)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((5, 2, 2), np.uint8)))
-    with pytest.raises(DataError, match="must be alike"):
+    with pytest.raises(DataError, match="must have the same shape"):
         load("mnist", tmp_path)
 
 
@@ -204,13 +204,13 @@ def test_a_subset_is_in_order_and_not_the_original(tmp_path: Path) -> None:
     assert len(lines) == 4
     assert all("not the original, by its size" in line for line in lines)
     write_cifar(tmp_path)
-    assert all("no checksum" in line for line in sources.verify("cifar100", tmp_path))
+    assert all("gives no checksum" in line for line in sources.verify("cifar100", tmp_path))
 
 
-def test_what_claims_to_be_the_original_must_be_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_original_size_must_match_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = write_mnist(tmp_path)
     sums = {part: hashlib.md5(idx(values)).hexdigest() for part, values in parts.items()}
-    monkeypatch.setitem(sources._PUBLISHED, "mnist", replace(files.MNIST, size=(12, 5), parts=sums))
+    monkeypatch.setitem(sources._PUBLISHED, "mnist", replace(published.MNIST, size=(12, 5), parts=sums))
     assert all("the original, by its checksum" in line for line in sources.verify("mnist", tmp_path))
     labels = parts["t10k-labels-idx1-ubyte"]
     labels[0] = (labels[0] + 1) % 10
@@ -220,9 +220,9 @@ def test_what_claims_to_be_the_original_must_be_it(tmp_path: Path, monkeypatch: 
     one_line(caught)
 
 
-def test_what_was_fetched_must_stay_as_it_was(tmp_path: Path) -> None:
+def test_fetched_files_must_not_change(tmp_path: Path) -> None:
     write_cifar(tmp_path)
-    sums = {part: hashlib.md5((tmp_path / part).read_bytes()).hexdigest() for part in files.CIFAR100.parts}
+    sums = {part: hashlib.md5((tmp_path / part).read_bytes()).hexdigest() for part in published.CIFAR100.parts}
     (tmp_path / "checksums.md5").write_text("".join(f"{md5}  {part}\n" for part, md5 in sums.items()))
     assert all("the original, by its checksum" in line for line in sources.verify("cifar100", tmp_path))
     (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[3074:])
@@ -237,21 +237,21 @@ def test_unknown_names() -> None:
 
 # ---- arrays ----
 
-GREY = np.arange(2 * 5 * 6, dtype=np.uint8).reshape(2, 5, 6)
-COLOUR = np.arange(2 * 3 * 5 * 6).astype(np.uint8).reshape(2, 3, 5, 6)
+GRAY = np.arange(2 * 5 * 6, dtype=np.uint8).reshape(2, 5, 6)
+COLOR = np.arange(2 * 3 * 5 * 6).astype(np.uint8).reshape(2, 3, 5, 6)
 
 
 @pytest.mark.parametrize(
     ("images", "expected"),
     [
-        (GREY, GREY[:, None]),
-        (torch.from_numpy(GREY), GREY[:, None]),
-        (COLOUR, COLOUR),
-        (COLOUR.transpose(0, 2, 3, 1), COLOUR),
-        (COLOUR[:, :, ::-1], COLOUR[:, :, ::-1]),
-        (GREY / 255, GREY[:, None]),
-        (torch.from_numpy(COLOUR) / 255, COLOUR),
-        (GREY[..., None], GREY[:, None]),
+        (GRAY, GRAY[:, None]),
+        (torch.from_numpy(GRAY), GRAY[:, None]),
+        (COLOR, COLOR),
+        (COLOR.transpose(0, 2, 3, 1), COLOR),
+        (COLOR[:, :, ::-1], COLOR[:, :, ::-1]),
+        (GRAY / 255, GRAY[:, None]),
+        (torch.from_numpy(COLOR) / 255, COLOR),
+        (GRAY[..., None], GRAY[:, None]),
     ],
 )
 def test_arrays(images: object, expected: np.ndarray) -> None:
@@ -264,57 +264,57 @@ def test_arrays(images: object, expected: np.ndarray) -> None:
 
 
 def test_arrays_are_copied() -> None:
-    images, labels = GREY.copy(), np.array([0, 1])
+    images, labels = GRAY.copy(), np.array([0, 1])
     source = from_arrays("mine", (images, labels), (images, labels))
     images[:], labels[:] = 0, 0
-    assert np.array_equal(source.train.pixels[:, 0].numpy(), GREY)
+    assert np.array_equal(source.train.pixels[:, 0].numpy(), GRAY)
     assert source.train.labels.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("images", "labels", "says"),
     [
-        (GREY.astype(np.int32), [0, 1], "uint8, or floats from 0 to 1; got torch.int64 from 0 to 59"),
-        (GREY.astype(np.float32), [0, 1], "floats from 0 to 1; got torch.float32 from 0 to 59"),
+        (GRAY.astype(np.int32), [0, 1], "uint8, or floats from 0 to 1; got torch.int64 from 0 to 59"),
+        (GRAY.astype(np.float32), [0, 1], "floats from 0 to 1; got torch.float32 from 0 to 59"),
         (np.full((2, 4, 4), np.nan), [0, 1], "floats from 0 to 1"),
-        (GREY > 3, [0, 1], "got torch.bool"),
-        (GREY[0], [0, 1, 0, 1, 0], "images must be"),
+        (GRAY > 3, [0, 1], "got torch.bool"),
+        (GRAY[0], [0, 1, 0, 1, 0], "images must be"),
         (np.zeros((2, 5, 6, 7), np.uint8), [0, 1], "at most 4 channels"),
-        (GREY, [0], "as many labels as images"),
-        (GREY[:0], np.zeros(0, int), "at least one"),
-        (GREY, [0, -1], "labels count from 0, got -1"),
-        (GREY, [0.0, 1.0], "whole numbers"),
-        (GREY, [True, False], "whole numbers"),
-        (GREY, ["a", "b"], "arrays of numbers"),
-        (GREY, [[0], [1, 2]], "must be arrays"),
+        (GRAY, [0], "as many labels as images"),
+        (GRAY[:0], np.zeros(0, int), "at least one"),
+        (GRAY, [0, -1], "labels must count from 0, got -1"),
+        (GRAY, [0.0, 1.0], "labels must be integers"),
+        (GRAY, [True, False], "labels must be integers"),
+        (GRAY, ["a", "b"], "arrays of numbers"),
+        (GRAY, [[0], [1, 2]], "must be arrays"),
         (torch.zeros(2, 4, 4, dtype=torch.complex64), [0, 1], "real numbers"),
-        (GREY, [0, 2], "label 2 has no name among the 2 classes"),
+        (GRAY, [0, 2], "label 2 has no name among the 2 classes"),
     ],
 )
 def test_wrong_arrays(images: object, labels: object, says: str) -> None:
     with pytest.raises(DataError, match=says) as caught:
-        from_arrays("mine", (images, labels), (GREY, [0, 1]), classes=["cat", "dog"])
+        from_arrays("mine", (images, labels), (GRAY, [0, 1]), classes=["cat", "dog"])
     one_line(caught)
 
 
-def test_training_and_test_images_must_be_alike() -> None:
+def test_training_and_test_images_must_have_the_same_shape() -> None:
     with pytest.raises(DataError, match=r"\(1, 5, 6\), \(3, 5, 6\)"):
-        from_arrays("mine", (GREY, [0, 1]), (COLOUR, [0, 1]))
+        from_arrays("mine", (GRAY, [0, 1]), (COLOR, [0, 1]))
 
 
 # ---- folders of images ----
 
 
-def write_images(folder: Path, count: int, mode: str = "RGB", colour: object = (200, 100, 50)) -> None:
+def write_images(folder: Path, count: int, mode: str = "RGB", color: object = (200, 100, 50)) -> None:
     folder.mkdir(parents=True)
     for number in range(count):
-        Image.new(mode, (20 + number, 30), colour).save(folder / f"{number:03}.png")
+        Image.new(mode, (20 + number, 30), color).save(folder / f"{number:03}.png")
 
 
 def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     for part, count in (("train", 3), ("test", 2)):
-        write_images(tmp_path / part / "cat", count, colour=(200, 100, 50))
-        write_images(tmp_path / part / "dog", count, colour=(1, 2, 3))
+        write_images(tmp_path / part / "cat", count, color=(200, 100, 50))
+        write_images(tmp_path / part / "dog", count, color=(1, 2, 3))
     (tmp_path / "train" / "dog" / "notes.txt").write_text("not an image")
     (tmp_path / "train" / ".hidden").mkdir()
     source = load(f"folder:{tmp_path}?size=8")
@@ -343,7 +343,7 @@ def test_a_split_is_by_class_disjoint_and_always_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour", "expected"),
+    ("mode", "color", "expected"),
     [
         ("1", 1, [255]),
         ("L", 77, [77]),
@@ -354,9 +354,9 @@ def test_a_split_is_by_class_disjoint_and_always_alike(tmp_path: Path) -> None:
         ("P", 0, [0, 0, 0]),
     ],
 )
-def test_modes(tmp_path: Path, mode: str, colour: object, expected: list[int]) -> None:
+def test_modes(tmp_path: Path, mode: str, color: object, expected: list[int]) -> None:
     for name in ("a", "b"):
-        write_images(tmp_path / name, 2, mode, colour)
+        write_images(tmp_path / name, 2, mode, color)
     pixels = load(f"folder:{tmp_path}?size=3").train.pixels
     assert pixels.shape == (2, len(expected), 3, 3)
     assert pixels[0, :, 0, 0].tolist() == expected
@@ -373,14 +373,14 @@ def test_floats_transparency_and_orientation(tmp_path: Path) -> None:
         turned.getexif()[0x0112] = 3  # upside down
         turned.save(tmp_path / name / "2.png", exif=turned.getexif())
     listing = [tmp_path / "a" / name for name in ("0.tiff", "1.png", "2.png")]
-    grey, coloured, orientated = (sources._decode(path, 2) for path in listing)
-    assert grey.tolist() == [[[51], [51]], [[51], [51]]]
-    assert coloured[0, 0].tolist() == [9, 8, 7]
+    gray, colored, orientated = (sources._decode(path, 2) for path in listing)
+    assert gray.tolist() == [[[51], [51]], [[51], [51]]]
+    assert colored[0, 0].tolist() == [9, 8, 7]
     assert orientated[0, :, 0].tolist() == [255, 0]
     assert load(f"folder:{tmp_path}").train.pixels.shape == (4, 3, 32, 32)
 
 
-def test_grey_images_among_coloured_ones_get_three_channels(tmp_path: Path) -> None:
+def test_gray_images_among_colored_ones_get_three_channels(tmp_path: Path) -> None:
     write_images(tmp_path / "a", 2, "L", 9)
     write_images(tmp_path / "b", 2)
     assert load(f"folder:{tmp_path}").train.pixels[:, :, 0, 0].tolist() == [[9, 9, 9], [200, 100, 50]]
@@ -407,7 +407,7 @@ def test_a_folder_is_decoded_once_and_again_when_it_changes(
     assert len(load(name).train.labels) + len(load(name).test.labels) == 7
     assert len(decoded) == 13
     assert sources.verify(name) == [f"{name}: 5 training and 2 test images, all readable"]
-    assert len(decoded) == 20, "what is verified is read from the images"
+    assert len(decoded) == 20, "verifying reads the images, not the cache"
 
 
 def test_an_image_that_is_overwritten_is_decoded_again(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_cache_of_another_shape_is_not_used(tmp_path: Path, cache: Path) -> No
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: content[:20], lambda content: b""])
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, cache: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, cache: Path, damage: Callable[[bytes], bytes]) -> None:
     for name in ("a", "b"):
         write_images(tmp_path / "pets" / name, 3)
     first = load(f"folder:{tmp_path / 'pets'}")
@@ -505,8 +505,8 @@ def _truncated_image(root: Path) -> Path:
         (_empty_class, "has no images"),
         (_lonely_image, "has one image, expected at least two"),
         (_class_without_test, "has no folder for the class 'c'"),
-        (_no_image, "will not open as an image"),
-        (_truncated_image, "will not open as an image"),
+        (_no_image, "cannot be opened as an image"),
+        (_truncated_image, "cannot be opened as an image"),
     ],
 )
 def test_a_wrong_folder_is_named(tmp_path: Path, cache: Path, make: Callable[[Path], Path], says: str) -> None:
@@ -519,17 +519,17 @@ def test_a_wrong_folder_is_named(tmp_path: Path, cache: Path, make: Callable[[Pa
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def deny(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", deny)
     with pytest.raises(DataError, match="cannot be read: Permission denied"):
         load(f"folder:{tmp_path}")
 
 
 @pytest.mark.parametrize("name", ["folder:", "folder:/no/such/folder", "folder:/tmp?size=0", "folder:/tmp?size=big"])
 def test_a_wrong_name_of_a_folder(name: str) -> None:
-    with pytest.raises(DataError, match=r"no folder|whole number") as caught:
+    with pytest.raises(DataError, match=r"no folder|must be an integer") as caught:
         load(name)
     assert name in one_line(caught)
 

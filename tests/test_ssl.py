@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import holdfast
 from helpers import Block, assert_same_bits, mlp
-from holdfast.methods.ssl import crowding, neighbourhood
+from holdfast.methods.ssl import crowding, neighborhood
 
 
 def double_loop(neurons: Tensor, importance: Tensor) -> float:
@@ -34,19 +34,19 @@ def double_loop(neurons: Tensor, importance: Tensor) -> float:
 def test_crowding_is_the_double_sum(samples: int, width: int, seed: int) -> None:
     torch.manual_seed(seed)
     neurons, importance = torch.rand(samples, width, dtype=torch.float64), torch.rand(width, dtype=torch.float64)
-    near = neighbourhood(width, neurons.device)
+    near = neighborhood(width, neurons.device)
     assert crowding(neurons, importance, near).item() == pytest.approx(double_loop(neurons, importance), rel=1e-6)
     bare = crowding(neurons, None, near).item()
     assert bare == pytest.approx(double_loop(neurons, torch.zeros(width)), rel=1e-6)
     torch.autograd.gradcheck(lambda n: crowding(n, importance, near.double()), neurons.requires_grad_())
 
 
-def ssl(model: nn.Module, **knobs) -> holdfast.SSL:
-    return holdfast.SSL(model, SGD(model.parameters(), lr=0.1), **{"sparsity": 0.5, **knobs})
+def ssl(model: nn.Module, **settings) -> holdfast.SSL:
+    return holdfast.SSL(model, SGD(model.parameters(), lr=0.1), **{"sparsity": 0.5, **settings})
 
 
 class Conv(nn.Module):
-    """Two kinds of layers with one and the same activation module, a normalisation between, and functional pooling."""
+    """Two kinds of layers with one and the same activation module, a normalization between, and functional pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_the_term_is_summed_over_hidden_layers_and_positions_are_averaged() -> N
     assert optimizer.penalty().item() == pytest.approx(0.5 * expected, rel=1e-6)  # the head is no hidden layer
 
 
-def test_the_term_is_learnt_from() -> None:
+def test_the_term_is_learned_from() -> None:
     """Alone in the loss, it makes neurons that are active together rarer."""
     model = mlp(width=20)
     optimizer = ssl(model, sparsity=0.1)
@@ -101,7 +101,7 @@ def test_importance_of_neurons_sums_over_tasks_and_lowers_the_term() -> None:
         batches = [(torch.randn(n, 1, 6, 6, dtype=torch.float64), torch.zeros(n)) for n in (3, 2)]
         for x in torch.cat([inputs for inputs, _ in batches]):
             for name in expected:
-                expected[name] += shift_slope(model, x[None], name, active).abs() / 5
+                expected[name] += shift_gradient(model, x[None], name, active).abs() / 5
         optimizer.consolidate(batches, active)
     for name, value in optimizer.neurons.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-10)
@@ -112,9 +112,9 @@ def test_importance_of_neurons_sums_over_tasks_and_lowers_the_term() -> None:
     assert optimizer.penalty().item() == pytest.approx(0.5 * term, rel=1e-6)
 
 
-def shift_slope(model: Conv, x: Tensor, name: str, active: list[int]) -> Tensor:
+def shift_gradient(model: Conv, x: Tensor, name: str, active: list[int]) -> Tensor:
     """By finite differences: how ||f||^2 changes when a neuron is shifted at all its positions."""
-    slopes = []
+    gradients = []
     for i in range(4 if name == "conv" else 5):
         values = []
         for shift in (1e-6, -1e-6):
@@ -126,8 +126,8 @@ def shift_slope(model: Conv, x: Tensor, name: str, active: list[int]) -> Tensor:
                 if name == "hidden":
                     hidden[:, i] += shift
                 values.append(model.head(hidden)[:, active].square().sum())
-        slopes.append((values[0] - values[1]) / 2e-6)
-    return torch.stack(slopes)
+        gradients.append((values[0] - values[1]) / 2e-6)
+    return torch.stack(gradients)
 
 
 def test_it_pulls_as_mas_does() -> None:
@@ -223,8 +223,52 @@ def test_activations_in_another_layout_are_refused_by_name(between: nn.Module) -
     model = nn.Sequential(first, between, nn.ReLU())
     optimizer = ssl(model)
     model(x)
-    with pytest.raises(ValueError, match="layer '0' has 6 neurons, but the activation behind it shows"):
+    with pytest.raises(ValueError, match="layer '0' has 6 neurons, but the activation behind it has"):
         optimizer.penalty()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_observed_layers_are_read_at_the_modules_named(compiled: bool) -> None:
+    """And all others as ever, even at the same module."""
+    model, x = Conv().double(), torch.randn(6, 1, 6, 6, dtype=torch.float64)
+    optimizer = ssl(model, observe={"conv": "norm", "head": "head"})
+    hidden = model.activations(x)["hidden"]
+    expected = [model.norm(model.conv(x)).mean((2, 3)), hidden, model.head(hidden)]
+    torch.compiler.reset()
+    (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(x)
+    total = sum(double_loop(neurons, torch.zeros(neurons.shape[1])) for neurons in expected)
+    assert optimizer.penalty().item() == pytest.approx(0.5 * total, rel=1e-6)
+    optimizer.close()
+    shared = ssl(model, observe={"conv": "relu"})  # which `hidden` uses, too
+    model(x)
+    assert [activation.layer for activation in shared._taps.take()] == ["conv", "hidden"]
+
+
+def test_two_layers_may_be_observed_at_their_sum() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(4, 6), nn.LayerNorm(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.a(x) + self.b(x)).relu()
+
+    model, x = Sum().double(), torch.randn(5, 4, dtype=torch.float64)
+    expected = 2 * double_loop(model.norm(model.a(x) + model.b(x)), torch.zeros(6))
+    optimizer = ssl(model, observe={"a": "norm", "b": "norm"})
+    model(x)
+    assert optimizer.penalty().item() == pytest.approx(0.5 * expected, rel=1e-6)
+    optimizer.consolidate([x])
+    assert optimizer.neurons.keys() == {"a", "b"}
+
+
+def test_a_module_observed_that_does_not_show_the_neurons() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.GLU(), nn.Linear(3, 2))
+    optimizer = ssl(model, observe={"0": "1"})
+    with pytest.raises(ValueError, match=r"'0' has 6 neurons, but the output of '1' has shape \(5, 3\)"):
+        model(torch.randn(5, 4))
+    optimizer.close()
 
 
 def test_the_next_forward_may_come_before_the_step() -> None:
@@ -241,15 +285,13 @@ def test_a_model_without_activation_modules_is_named_and_helped() -> None:
     x = torch.randn(4, 2, 8, 8)
     optimizer = ssl(model)
     model(x)
-    with pytest.raises(ValueError, match=r"SSL saw no hidden activations.*observe="):
+    with pytest.raises(ValueError, match=r"SSL found no hidden activations.*observe="):
         optimizer.penalty()
     optimizer.close()
-    observed = ssl(model, observe=[model.norm])
+    observed = ssl(model, observe={"conv": "norm"})
     model(x)
     assert observed.penalty().item() != 0
-    with pytest.raises(ValueError, match="SSL saw no hidden activations"):
+    with pytest.raises(ValueError, match="SSL found no hidden activations"):
         observed.penalty()  # a second time without a forward
-    with pytest.raises(
-        TypeError, match=r"observe takes modules of the model, as in observe=\[model.head\]; got 'norm'"
-    ):
+    with pytest.raises(TypeError, match=r"observe takes names, \{layer: module\}.*; got \['norm'\]"):
         ssl(model, observe=["norm"])

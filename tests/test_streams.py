@@ -1,4 +1,4 @@
-"""Tasks and batches on images that say themselves what they are."""
+"""Tasks and batches, on images whose first pixels hold their class, number and part."""
 
 from pathlib import Path
 
@@ -13,17 +13,17 @@ from holdfast import streams
 from holdfast.streams import build_stream
 from holdfast.streams.batches import (
     Batches,
+    DeviceImages,
     Rehearsal,
     Shuffled,
-    batch,
     crop,
+    make_batch,
     plain_pass,
-    prepared,
+    prepare,
     random_pass,
     rotate,
 )
-from holdfast.streams.batches import Images as OnDevice
-from holdfast.streams.sources import Images, Source
+from holdfast.streams.sources import LabeledImages, Source
 from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
 from test_compile import BACKENDS
 
@@ -31,15 +31,15 @@ CPU = torch.device("cpu")
 
 
 def source(classes: int = 6, each: int = 10, side: int = 6, channels: int = 2) -> Source:
-    """Images of which the first pixel is the class, the second the number within the class, the third the part."""
+    """Images whose first pixel is the class, the second the number within the class, the third the part."""
 
-    def part(number: int, count: int) -> Images:
+    def part(number: int, count: int) -> LabeledImages:
         labels = torch.arange(classes).repeat_interleave(count)
         pixels = torch.randint(256, (len(labels), channels, side, side), dtype=torch.uint8)
         pixels[:, 0, 0, 0] = labels.to(torch.uint8)
         pixels[:, 0, 0, 1] = torch.arange(count).repeat(classes).to(torch.uint8)
         pixels[:, 0, 0, 2] = number
-        return Images(pixels, labels)
+        return LabeledImages(pixels, labels)
 
     return Source("toy", part(0, each), part(1, 4), tuple(f"class {c}" for c in range(classes)))
 
@@ -47,8 +47,8 @@ def source(classes: int = 6, each: int = 10, side: int = 6, channels: int = 2) -
 FRAME = Frame(6)
 
 
-def classes_at(stream: Stream, places: Tensor) -> list[int]:
-    return stream.pixels[places, 0, 0, 0].tolist()
+def classes_at(stream: Stream, indices: Tensor) -> list[int]:
+    return stream.pixels[indices, 0, 0, 0].tolist()
 
 
 # ---- tasks ----
@@ -62,12 +62,12 @@ def test_a_split_puts_every_image_where_it_belongs(per_task: int, order: int | N
     assert sorted(c for task in stream.tasks for c in task.active) == list(range(6))
     for task in stream.tasks:
         parts = task.train, task.validation, task.test
-        for number, places in enumerate(parts):
-            for c in set(classes_at(stream, places)):
+        for number, indices in enumerate(parts):
+            for c in set(classes_at(stream, indices)):
                 assert c in task.active
-            assert set(stream.pixels[places, 0, 0, 2].tolist()) <= {0 if number < 2 else 1}
-            expected = [task.active.index(c) for c in classes_at(stream, places)]
-            assert stream.labels[places].tolist() == expected  # labels count within the task
+            assert set(stream.pixels[indices, 0, 0, 2].tolist()) <= {0 if number < 2 else 1}
+            expected = [task.active.index(c) for c in classes_at(stream, indices)]
+            assert stream.labels[indices].tolist() == expected  # labels count within the task
         assert len(task.validation) == per_task * round(share * 10)
         assert len(task.train) + len(task.validation) == per_task * 10
         assert len(task.test) == per_task * 4
@@ -91,11 +91,11 @@ def test_an_order_as_given_and_the_first_tasks() -> None:
     assert [task.active for task in stream.tasks] == [(4, 1), (0, 5)]
     assert [task.name for task in stream.tasks] == ["class 4, class 1", "class 0, class 5"]
     assert [task.active for task in stream.first(1).tasks] == [(4, 1)]
-    with pytest.raises(ValueError, match="has 2 tasks, so the first 3 cannot be taken"):
+    with pytest.raises(ValueError, match="has 2 tasks, not 3: choose 1 to 2"):
         stream.first(3)
 
 
-def test_inputs_are_normalised_by_the_first_tasks_training_images() -> None:
+def test_inputs_are_normalized_by_the_first_tasks_training_images() -> None:
     stream = split(source(), FRAME, per_task=2, order=[3, 1, 0, 2])
     assert len(stream.tasks) == 2
     first = stream.pixels[stream.tasks[0].train].double() / 255
@@ -125,36 +125,38 @@ def test_permuted_and_rotated_streams_share_all_classes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("options", "message"),
     [
-        ({"per_task": 4, "tasks": 2}, "toy has 6 classes, which do not make 2 tasks of 4"),
-        ({"per_task": 1}, "a task needs two"),
-        ({"per_task": 7}, "do not make 0 tasks of 7"),
-        ({"per_task": 2, "order": [0, 0]}, "order must name classes from 0 to 5, each once"),
+        ({"per_task": 4, "tasks": 2}, "toy has 6 classes, too few for 2 tasks of 4"),
+        ({"per_task": 1}, "at least one task of at least two classes"),
+        ({"per_task": 7}, "too few for 0 tasks of 7"),
+        ({"per_task": 2, "order": [0, 0]}, "order must list classes from 0 to 5, each at most once"),
         ({"per_task": 2, "order": [0, 6]}, r"got \[0, 6\]"),
         ({"per_task": 2, "validation": 1.0}, "at least 0 and below 1; got 1.0"),
     ],
 )
-def test_splits_that_cannot_be_made(knobs: dict, message: str) -> None:
+def test_splits_that_cannot_be_made(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split(source(), FRAME, **knobs)
+        split(source(), FRAME, **options)
 
 
 def test_images_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="a frame of 9 does not fit into images of 8, padding included"):
+    with pytest.raises(ValueError, match="a frame of 9 does not fit into images of 8 with padding: reduce its size"):
         split(source(), Frame(9, padding=1), per_task=2)
     few = source()
-    few = Source("few", few.train, Images(few.test.pixels[:4], few.test.labels[:4]), few.classes)
-    with pytest.raises(ValueError, match="class 'class 1' of few has too few images: 10 and 0"):
+    few = Source("few", few.train, LabeledImages(few.test.pixels[:4], few.test.labels[:4]), few.classes)
+    with pytest.raises(
+        ValueError, match="class 'class 1' of few has 10 training and 0 test images: it needs at least two training"
+    ):
         split(few, FRAME, per_task=2)
 
 
 # ---- from images to inputs ----
 
 
-def by_hand(stream: Stream, place: int, top: int, left: int, mirrored: bool) -> Tensor:
+def by_hand(stream: Stream, index: int, top: int, left: int, mirrored: bool) -> Tensor:
     """One input in plain loops."""
-    image, frame = stream.pixels[place], stream.frame
+    image, frame = stream.pixels[index], stream.frame
     result = torch.zeros(stream.shape)
     for c in range(image.shape[0]):
         for i in range(frame.size):
@@ -172,43 +174,43 @@ def by_hand(stream: Stream, place: int, top: int, left: int, mirrored: bool) -> 
     st.sampled_from([Frame(6), Frame(6, 2), Frame(5, 1, True, "mean"), Frame(8, 1, True), Frame(3, 0, True)]),
     st.integers(0, 99),
 )
-def test_crop_mirror_and_normalise_as_in_plain_loops(frame: Frame, seed: int) -> None:
+def test_crop_mirror_and_normalize_as_in_plain_loops(frame: Frame, seed: int) -> None:
     torch.manual_seed(seed)
     stream = split(source(each=3), frame, per_task=2)
     task = stream.tasks[1]
     drawn = random_pass(stream, task.train, torch.Generator().manual_seed(seed))
-    found, _ = batch(OnDevice(stream, CPU), task, drawn)
+    found, _ = make_batch(DeviceImages(stream, CPU), task, drawn)
     for i in range(len(found)):
         expected = by_hand(
-            stream, *(int(each[i]) for each in (drawn.places, drawn.top, drawn.left)), bool(drawn.mirrored[i])
+            stream, *(int(each[i]) for each in (drawn.indices, drawn.top, drawn.left)), bool(drawn.mirrored[i])
         )
         torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_at_test_images_are_centred_and_in_order() -> None:
-    """As in the paper: 28x28 padded by 4 and cropped to 32x32, so that two pixels of border are left on each side."""
+def test_at_test_images_are_centered_and_in_order() -> None:
+    """As in the paper: 28x28 padded by 4 and cropped to 32x32, which leaves two pixels of border on each side."""
     stream = split(source(side=28, channels=1), Frame(32, padding=4, mirror=True), per_task=2)
     part = plain_pass(stream, stream.tasks[0].test)
-    assert torch.equal(part.places, stream.tasks[0].test)
-    x = batch(OnDevice(stream, CPU), stream.tasks[0], part)[0] * stream.std[0] + stream.mean[0]
-    torch.testing.assert_close(x[:, :, 2:30, 2:30] * 255, stream.pixels[part.places].float(), rtol=1e-4, atol=1e-2)
+    assert torch.equal(part.indices, stream.tasks[0].test)
+    x = make_batch(DeviceImages(stream, CPU), stream.tasks[0], part)[0] * stream.std[0] + stream.mean[0]
+    torch.testing.assert_close(x[:, :, 2:30, 2:30] * 255, stream.pixels[part.indices].float(), rtol=1e-4, atol=1e-2)
     assert x[:, :, :2].abs().max() < 1e-5
 
 
-def test_random_crops_reach_every_place_and_half_are_mirrored() -> None:
+def test_random_crops_reach_every_corner_and_half_are_mirrored() -> None:
     stream = split(source(classes=2, each=800, side=4), Frame(4, padding=2, mirror=True), per_task=2, validation=0)
     drawn = random_pass(stream, stream.tasks[0].train, torch.Generator().manual_seed(0))
     assert drawn.top.unique().tolist() == drawn.left.unique().tolist() == [0, 1, 2, 3, 4]
     assert 0.45 < drawn.mirrored.float().mean() < 0.55
-    assert sorted(drawn.places.tolist()) == sorted(stream.tasks[0].train.tolist())
+    assert sorted(drawn.indices.tolist()) == sorted(stream.tasks[0].train.tolist())
     assert not random_pass(split(source(), FRAME, per_task=2), torch.arange(9), torch.Generator()).mirrored.any()
 
 
 def test_a_permutation_moves_pixels_of_all_channels_alike() -> None:
     stream = permuted(source(), FRAME, tasks=2)
-    task, images = stream.tasks[1], OnDevice(stream, CPU)
+    task, images = stream.tasks[1], DeviceImages(stream, CPU)
     part = plain_pass(stream, task.test)
-    (plain, _), (moved, _) = (batch(images, each, part) for each in (stream.tasks[0], task))
+    (plain, _), (moved, _) = (make_batch(images, each, part) for each in (stream.tasks[0], task))
     assert task.permutation is not None
     for to, origin in enumerate(task.permutation.tolist()):
         assert torch.equal(moved.flatten(2)[:, :, to], plain.flatten(2)[:, :, origin])
@@ -263,7 +265,7 @@ def stream_of(frame: Frame = FRAME) -> Stream:
 def test_a_pass_takes_every_image_once_and_leaves_out_what_fills_no_batch() -> None:
     stream = stream_of()
     task = stream.tasks[0]  # 27 training images
-    batches = Shuffled(OnDevice(stream, CPU), task, 5, torch.Generator().manual_seed(0))
+    batches = Shuffled(DeviceImages(stream, CPU), task, 5, torch.Generator().manual_seed(0))
     for _ in range(3):
         seen = []
         for _ in range(5):
@@ -280,7 +282,7 @@ def test_a_pass_takes_every_image_once_and_leaves_out_what_fills_no_batch() -> N
 @given(st.integers(0, 13), st.integers(0, 9))
 def test_training_batches_go_on_where_they_were(stop: int, seed: int) -> None:
     stream = stream_of(Frame(6, 2, True))
-    images = OnDevice(stream, CPU)
+    images = DeviceImages(stream, CPU)
     whole = Shuffled(images, stream.tasks[1], 8, torch.Generator().manual_seed(seed))
     expected = [next(whole) for _ in range(stop + 7)][stop:]
     first = Shuffled(images, stream.tasks[1], 8, torch.Generator().manual_seed(seed))
@@ -296,13 +298,13 @@ def test_training_batches_go_on_where_they_were(stop: int, seed: int) -> None:
 
 def test_a_batch_is_never_larger_than_the_task() -> None:
     stream = stream_of()
-    x, _ = next(Shuffled(OnDevice(stream, CPU), stream.tasks[0], 512, torch.Generator()))
+    x, _ = next(Shuffled(DeviceImages(stream, CPU), stream.tasks[0], 512, torch.Generator()))
     assert len(x) == 27
 
 
 def test_images_on_the_host_give_the_same_batches() -> None:
     stream = stream_of(Frame(6, 2, True))
-    here, there = (OnDevice(stream, CPU, resident=resident) for resident in (True, False))
+    here, there = (DeviceImages(stream, CPU, resident=resident) for resident in (True, False))
     assert here.resident
     assert not there.resident
     ours, theirs = (Shuffled(images, stream.tasks[0], 8, torch.Generator().manual_seed(0)) for images in (here, there))
@@ -314,20 +316,22 @@ def test_images_on_the_host_give_the_same_batches() -> None:
 
 
 def test_the_making_of_a_batch_is_one_graph() -> None:
-    """Else torch would leave a part of it as it is, without a word."""
+    """With a graph break, torch would silently leave a part of it eager."""
     stream = permuted(source(), Frame(7, 2, True, "mean"), tasks=2)
-    images = OnDevice(stream, CPU)
-    images.prepare = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    images = DeviceImages(stream, CPU)
+    images.prepare = torch.compile(prepare, fullgraph=True, backend="aot_eager")
     for task in stream.tasks:
         part = random_pass(stream, task.train, torch.Generator().manual_seed(0))
-        for one, other in zip(batch(images, task, part), batch(OnDevice(stream, CPU), task, part), strict=True):
+        for one, other in zip(
+            make_batch(images, task, part), make_batch(DeviceImages(stream, CPU), task, part), strict=True
+        ):
             assert torch.equal(one, other)
 
 
 @pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("resident", [True, False])
-def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> None:
+def test_compiled_batches_are_the_same(resident: bool) -> None:
     torch.compiler.reset()
     streams = [
         permuted(source(side=5), Frame(6, 2, True, "mean"), tasks=2),
@@ -335,18 +339,18 @@ def test_batches_that_are_made_in_few_kernels_are_the_same(resident: bool) -> No
     ]
     for stream in streams:
         task = stream.tasks[1]
-        fused, plain = (OnDevice(stream, CPU, resident=resident, fuse=fuse) for fuse in (True, False))
-        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (fused, plain))
+        compiled, eager = (DeviceImages(stream, CPU, resident=resident, compile=flag) for flag in (True, False))
+        ours, theirs = (Shuffled(images, task, 8, torch.Generator().manual_seed(0)) for images in (compiled, eager))
         pairs = [(next(ours), next(theirs)) for _ in range(3)]
-        pairs += zip(*(Batches(images, task, task.test, 9) for images in (fused, plain)), strict=True)
+        pairs += zip(*(Batches(images, task, task.test, 9) for images in (compiled, eager)), strict=True)
         for (x, y), (exact, labels) in pairs:
             torch.testing.assert_close(x, exact)
             assert torch.equal(y, labels)
 
 
-def test_batches_to_look_back_on() -> None:
+def test_batches_for_consolidation_are_repeatable() -> None:
     stream = stream_of()
-    task, images = stream.tasks[0], OnDevice(stream, CPU)
+    task, images = stream.tasks[0], DeviceImages(stream, CPU)
     batches = Batches(images, task, task.train, 10, seed=1)
     assert len(batches) == 3
     rounds = [torch.cat([y for _, y in batches]) for _ in range(2)]
@@ -384,7 +388,7 @@ def test_streams_by_name(
     assert stream.shape == shape
     assert len(stream.tasks) == tasks
     assert stream.tasks[1].active == active
-    x, y = next(Shuffled(OnDevice(stream, CPU), stream.tasks[1], 4, torch.Generator()))
+    x, y = next(Shuffled(DeviceImages(stream, CPU), stream.tasks[1], 4, torch.Generator()))
     assert x.shape == (4, *shape)
     assert y.max() < len(active)
     assert len(build_stream(name, tasks=2).tasks) == 2

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.study.records import Entry, Run, Study, StudyError
-from holdfast.study.running import How, perform
+from holdfast.runs.plan import Plan
+from holdfast.study.store import Entry, Run, Study, StudyError
 from holdfast.study.sweep import DECADES, Execute, Sweep, acceptable, best, chosen, read, search
-from holdfast.training import Plan
+from holdfast.study.work import Execution, run_one
 from test_exports import entry
 
 TEXT = {"value": 1.0, "final": {"mean": "high", "error": None, "runs": 1}}
@@ -23,8 +23,8 @@ def outcomes(peak: float, seen: list[Run]) -> Execute:
         seen.extend(runs)
         found = []
         for run in runs:
-            value = run.plan["settings"]["strength"]
-            final = 0.9 - 0.1 * abs(log10(value / peak)) + 0.001 * run.plan["seed"]
+            value = run.plan.settings["strength"]
+            final = 0.9 - 0.1 * abs(log10(value / peak)) + 0.001 * run.plan.seed
             failure = {"task": 0, "step": 1, "why": "it diverged"} if value > 100 else None
             made = entry(Path(), run.name, 0, [[final]], failure=failure)
             found.append(Entry(run, Path(), made.record))
@@ -40,7 +40,7 @@ def test_decades_and_then_finer_around_the_best() -> None:
     assert [tried.value for tried in found.curve] == [0.001, 0.01, 0.1, 1, 2, 5, 10, 20, 50, 100, 1000]  # 10 is best
     assert found.best == 5  # closest to 4 on a scale of decades
     assert not found.at_the_edge
-    assert {run.plan["judged_on"] for run in seen} == {"validation"}
+    assert {run.plan.evaluate_on for run in seen} == {"validation"}
     assert {run.tasks for run in seen} == {3}
     assert len({run.id for run in seen}) == len(seen) == 2 * 11
     at_5 = next(tried for tried in found.curve if tried.value == 5)
@@ -59,7 +59,7 @@ def test_the_whole_curve_is_kept(tmp_path: Path) -> None:
     found = search("digits", Plan("ewc"), "strength", 2, outcomes(4, []))
     kept = json.loads(found.save(tmp_path).read_text())
     assert kept["best"] == 5
-    assert kept["plan"]["judged_on"] == "validation"
+    assert kept["plan"]["evaluate_on"] == "validation"
     assert len(kept["curve"]) == 11
     assert kept["curve"][-1] == {"value": 1000.0, "final": None}
     assert kept["curve"][0]["final"]["runs"] == 2
@@ -68,27 +68,33 @@ def test_the_whole_curve_is_kept(tmp_path: Path) -> None:
 def test_a_second_search_adds_to_the_first(tmp_path: Path) -> None:
     search("digits", Plan("ewc"), "strength", 2, outcomes(4, [])).save(tmp_path)
     more = search("digits", Plan("ewc"), "strength", 2, outcomes(4, []), values=[4.0, 10.0], finer=())
-    both = more.with_those_before(tmp_path)
+    both = more.with_earlier(tmp_path)
     assert [tried.value for tried in both.curve] == [0.001, 0.01, 0.1, 1, 2, 4, 5, 10, 20, 50, 100, 1000]
     assert both.best == 4
     runs = {tried.value: tried.final.runs for tried in both.curve if tried.final is not None}
     assert set(runs.values()) == {2}
     fewer = search("digits", Plan("ewc"), "strength", 1, outcomes(4, []), values=[4.0], finer=())
-    assert fewer.with_those_before(tmp_path) == fewer  # means over other seeds cannot be compared
+    assert fewer.with_earlier(tmp_path) == fewer  # means over other seeds cannot be compared
     other = search("digits", Plan("ewc", lr=0.2), "strength", 1, outcomes(4, []), values=[4.0], finer=())
-    assert other.with_those_before(tmp_path) == other
+    assert other.with_earlier(tmp_path) == other
     more.path(tmp_path).write_text("{}")
-    with pytest.warns(UserWarning, match="is no search"):
-        assert more.with_those_before(tmp_path) == more
+    with pytest.warns(UserWarning, match="is not a search"):
+        assert more.with_earlier(tmp_path) == more
 
 
 def test_what_was_saved_is_read_again(tmp_path: Path) -> None:
     found = search("digits", Plan("ewc", lr=0.2), "strength", 2, outcomes(4, []), tasks=3)
     found.save(tmp_path)
     damaged = tmp_path / "sweeps" / "zzz.json"
-    for change in ({"curve": 3}, {"curve": []}, {"plan": {"method": "ewc", "settings": {}}}, {"curve": [TEXT]}):
+    for change in (
+        {"curve": 3},
+        {"curve": []},
+        {"plan": {"method": "none"}},
+        {"plan": {"method": "ewc", "lr": "fast"}},
+        {"curve": [TEXT]},
+    ):
         damaged.write_text(json.dumps(found.as_dict() | change))
-        with pytest.warns(UserWarning, match=r"zzz\.json is no search"):
+        with pytest.warns(UserWarning, match=r"zzz\.json is not a search"):
             (again,) = read(tmp_path)
     assert again.as_dict() == found.as_dict()
     assert again.best == found.best
@@ -111,7 +117,7 @@ def test_the_best_settings_of_all_searches_on_a_stream(tmp_path: Path) -> None:
     search("digits", Plan("si"), "strength", 3, outcomes(1, []), values=[100.0], finer=()).save(tmp_path)
     assert chosen(tmp_path, "digits", ["si"])["si"] == {"strength": 100}  # worse, but more seeds say so
     search("digits", Plan("si", epochs=9), "strength", 1, outcomes(1, []), values=[1.0], finer=()).save(tmp_path)
-    with pytest.raises(StudyError, match=r"for si in .* of all tasks of 30 epochs at width 1 and of all tasks of 9"):
+    with pytest.raises(StudyError, match=r"for si in .*: all tasks, 30 epochs, width 1; all tasks, 9 epochs"):
         chosen(tmp_path, "digits", ["si"])
     assert chosen(tmp_path, "digits", ["ewc"]) == {"ewc": {"strength": 10}}
     with pytest.raises(StudyError, match="has no search on icifar100: holdfast sweep icifar100 ewc --out"):
@@ -119,7 +125,7 @@ def test_the_best_settings_of_all_searches_on_a_stream(tmp_path: Path) -> None:
 
 
 def test_if_every_run_fails_that_is_an_error() -> None:
-    with pytest.raises(StudyError, match="no value gave a run that came to its end"):
+    with pytest.raises(StudyError, match="every value had a failed run"):
         search("digits", Plan("ewc"), "strength", 1, outcomes(4, []), values=[1000.0])
     with pytest.raises(StudyError):
         best([])
@@ -139,13 +145,13 @@ def test_which_values_a_method_takes(method: str, over: str, value: float, expec
 
 
 def test_a_search_on_real_runs(tmp_path: Path) -> None:
-    """Frozen from the first step on, nothing is learnt; the search finds that out, without a look at test images."""
+    """Frozen from the first step on, nothing is learned; the search finds that out, without a look at test images."""
     study, plan = Study(tmp_path), Plan("npc", {"rate": 1.0}, model="mlp", lr=0.1, batch=16, epochs=2, epoch="task")
 
     def execute(runs: Sequence[Run]) -> list[Entry]:
-        done = [perform(study, run, How(device="cpu")) for run in runs]
+        done = [run_one(study, run, Execution(device="cpu")) for run in runs]
         return [each for each in done if each is not None]
 
     found: Sweep = search("digits", plan, "beta", 1, execute, tasks=2, values=[1e-6, 1e6], finer=())
     assert found.best == 1e6
-    assert all(e.record is not None and e.record.plan["judged_on"] == "validation" for e in study.entries)
+    assert all(e.record is not None and e.record.plan["evaluate_on"] == "validation" for e in study.entries)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from holdfast.study import paper, show
-from holdfast.study.records import Entry
+from holdfast.runs.plan import Plan
+from holdfast.study import paper, terminal
+from holdfast.study.store import Entry
 from holdfast.study.tables import Comparison, Estimate, compare, estimate
-from holdfast.training import Plan
 from test_exports import FIRST, SECOND, entry
 
 HERE = Path()
@@ -60,7 +60,7 @@ def test_a_run_that_is_there_twice_counts_once() -> None:
 def test_what_cannot_be_compared_stands_apart() -> None:
     entries = [
         entry(HERE, "a", 0, FIRST),
-        entry(HERE, "a", 0, FIRST, judged_on="validation"),
+        entry(HERE, "a", 0, FIRST, evaluate_on="validation"),
         entry(HERE, "a", 0, FIRST, stream="imnist"),
         entry(HERE, "a", 0, FIRST, names=["other", "tasks"]),
         entry(HERE, "a", 0, None),
@@ -84,13 +84,13 @@ def test_a_method_whose_runs_failed_is_last_and_says_so() -> None:
     (found,) = compare([failed, entry(HERE, "b", 0, FIRST, names=["1", "2"])])
     assert [row.name for row in found.rows] == ["b", "a"]
     assert found.rows[1].metric("final") is None
-    assert "failed" in printed(show.results(found))
-    assert "failed" in printed(show.beside_the_paper(found))
+    assert "failed" in printed(terminal.results(found))
+    assert "failed" in printed(terminal.beside_the_paper(found))
 
 
 def test_the_table_in_the_terminal() -> None:
     (found,) = compare([entry(HERE, "[bold]x", 0, FIRST), entry(HERE, "[bold]x", 1, SECOND)])
-    out = printed(show.results(found))
+    out = printed(terminal.results(found))
     assert "[bold]x" in out
     assert "75.0(0.0)" in out  # the average of 0.75 and 0.75
     assert "20.0(0.0)" in out  # what was forgotten
@@ -141,7 +141,7 @@ def test_table_1_beside_the_papers_with_stars() -> None:
         *(entry(HERE, "ewc", seed, five(0.9 + seed / 1000), stream="icifar100", method="ewc") for seed in range(2)),
         entry(HERE, "finetune", 0, five(0.5), stream="icifar100", method="finetune"),
     )
-    lines = printed(show.beside_the_paper(found)).splitlines()
+    lines = printed(terminal.beside_the_paper(found)).splitlines()
     at = {
         name: next(i for i, line in enumerate(lines) if line.startswith(f" {name} "))
         for name in ("npc", "ewc", "finetune")
@@ -157,21 +157,19 @@ def test_table_1_beside_the_papers_with_stars() -> None:
 
 @pytest.mark.parametrize("stream", ["imnist", "icifar100"])
 def test_the_papers_protocol(stream: str) -> None:
-    names = [*paper.METHODS, *paper.FURTHER, paper.OFF]
+    names = [*paper.COMPARED, *paper.FURTHER, paper.OFF]
     runs = paper.runs(stream, names, 3, Plan("npc"))
     assert len(runs) == len({run.id for run in runs}) == 33
     plans = {run.name: run.plan for run in runs}
-    assert {plans[name]["lr"] for name in ("npc", "cpc", paper.OFF)} == {0.1}
-    assert {plans[name]["lr"] for name in ("ewc", "mas", "si", "ssl", "finetune", "lwf", "joint", "separate")} == {0.05}
-    assert {(p["batch"], p["epochs"], p["epoch"], p["model"]) for p in plans.values()} == {
-        (512, 30.0, "paper", "paper_cnn")
-    }
-    assert plans["npc"]["settings"] == {"beta": 0.7, "rate": 1e-3 if stream == "imnist" else 5e-4}
-    assert plans["ewc"]["settings"] == {"strength": 100.0 if stream == "imnist" else 300.0}
+    assert {plans[name].lr for name in ("npc", "cpc", paper.OFF)} == {0.1}
+    assert {plans[name].lr for name in ("ewc", "mas", "si", "ssl", "finetune", "lwf", "joint", "separate")} == {0.05}
+    assert {(p.batch, p.epochs, p.epoch, p.model) for p in plans.values()} == {(512, 30.0, "paper", "paper_cnn")}
+    assert plans["npc"].settings == {"beta": 0.7, "rate": 1e-3 if stream == "imnist" else 5e-4}
+    assert plans["ewc"].settings == {"strength": 100.0 if stream == "imnist" else 300.0}
     assert {run.tasks for run in runs} == {5}
 
 
 def test_other_settings_than_the_papers() -> None:
     (run,) = paper.runs("imnist", ["ewc"], 1, Plan("npc"), settings={"ewc": {"strength": 3.0, "lr": 0.2}})
-    assert (run.plan["settings"], run.plan["lr"]) == ({"strength": 3.0}, 0.2)
+    assert (run.plan.settings, run.plan.lr) == ({"strength": 3.0}, 0.2)
     assert paper.SETTINGS["imnist"]["ewc"] == {"strength": 100.0}

@@ -15,24 +15,26 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, tensors_in
-from holdfast import atomic, checkpoint, training
-from holdfast.checkpoint import CheckpointError
+from holdfast import atomic
 from holdfast.methods import METHODS
-from holdfast.streams.sources import Images, Source
+from holdfast.runs import checkpoint, training
+from holdfast.runs.checkpoint import CheckpointError
+from holdfast.runs.plan import Plan
+from holdfast.runs.training import Interrupted, Progress, Record, train
+from holdfast.streams.sources import LabeledImages, Source
 from holdfast.streams.tasks import Frame, Stream, split
-from holdfast.training import Interrupted, Plan, Progress, Record, train
 
 
 def stream(classes: int = 6, each: int = 20, validation: float = 0.2) -> Stream:
-    """Noise with a bright spot in another place for each class: easy to learn, and forgotten when the spots change."""
+    """Noise with a bright spot for each class: easy to learn, and forgotten when the spots change."""
     generator = torch.Generator().manual_seed(0)
 
-    def part(count: int) -> Images:
+    def part(count: int) -> LabeledImages:
         labels = torch.arange(classes).repeat_interleave(count)
         pixels = torch.randint(0, 120, (len(labels), 1, 8, 8), dtype=torch.uint8, generator=generator)
         for c in range(classes):
             pixels[labels == c, 0, c, c % 8] = 255
-        return Images(pixels, labels)
+        return LabeledImages(pixels, labels)
 
     names = tuple(str(c) for c in range(classes))
     return split(Source("spots", part(each), part(10), names), Frame(8, padding=1), per_task=2, validation=validation)
@@ -64,11 +66,11 @@ def test_a_record_says_what_happened(method: str) -> None:
     json.dumps(record.as_dict())
 
 
-def test_tasks_are_learnt_and_forgotten() -> None:
-    learnt = train(stream(each=60), plan(epochs=30), device="cpu")
-    assert learnt.summary is not None
-    assert learnt.summary["learnt"] > 0.95
-    assert sum(learnt.untrained) / 3 < 0.8
+def test_tasks_are_learned_and_forgotten() -> None:
+    learned = train(stream(each=60), plan(epochs=30), device="cpu")
+    assert learned.summary is not None
+    assert learned.summary["learned"] > 0.95
+    assert sum(learned.untrained) / 3 < 0.8
     joint = train(stream(each=60), plan("joint", epochs=30), device="cpu")
     assert joint.summary is not None
     assert joint.summary["final"] > 0.9
@@ -100,17 +102,17 @@ def test_a_batch_larger_than_a_task_is_the_task() -> None:
 
 def test_validation_images_instead_of_test_images() -> None:
     made = stream()
-    judged = train(made, plan(judged_on="validation", epochs=30), device="cpu")
-    assert all((value * 8) % 1 == 0 for value in judged.matrix[-1])  # 8 validation images in a task, 20 for the test
+    evaluated = train(made, plan(evaluate_on="validation", epochs=30), device="cpu")
+    assert all((value * 8) % 1 == 0 for value in evaluated.matrix[-1])  # 8 validation images in a task, 20 for the test
     with pytest.raises(ValueError, match="task 1 has no validation images"):
-        train(stream(validation=0), plan(judged_on="validation"), device="cpu")
+        train(stream(validation=0), plan(evaluate_on="validation"), device="cpu")
 
 
 # ---- going on ----
 
 
 @pytest.mark.parametrize("heads", ["masked", "growing"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "lwf+npc", "ewc+cpc"])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str, tmp_path: Path) -> None:
     """Stopped by Ctrl-C, again and again, with random crops."""
     made, how = stream(), plan(method, curve=2, model="small_cnn", heads=heads)
@@ -128,7 +130,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
             break
         except Interrupted as error:
             said = str(error)
-    assert f"to go on, run the same again with {tmp_path / 'stopped'}" in said
+    assert said == f"interrupted; train again with folder {tmp_path / 'stopped'} to resume"
     assert len(seen) > 20
     assert outcome(record) == whole
     assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
@@ -152,7 +154,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(method: 
     run_to_its_end(method, tmp_path / "whole")
     killed = tmp_path / "killed"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["holdfast.training"])
+    context.set_forkserver_preload(["holdfast.runs.training"])
     moments, kills = random.Random(1), 0
     while not (killed / "record.json").exists():
         process = context.Process(target=run_to_its_end, args=(method, killed))
@@ -191,7 +193,9 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     train(stream(), plan(lr=0.1), device="cpu", folder=tmp_path)
-    with pytest.raises(CheckpointError, match=r"belongs to another run, with lr 0\.1 and not 0\.2: use another folder"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another run: it has lr 0\.1, this run has 0\.2; use another"
+    ):
         train(stream(), plan(lr=0.2), device="cpu", folder=tmp_path)
 
 
@@ -201,7 +205,7 @@ def test_a_checkpoint_of_other_images_or_another_order_is_refused(tmp_path: Path
     turned = dataclasses.replace(made, tasks=made.tasks[::-1])
     darker = dataclasses.replace(made, pixels=made.pixels // 2)
     for other in (turned, darker):
-        with pytest.raises(CheckpointError, match=r"belongs to another run, with images '.*' and not '.*'"):
+        with pytest.raises(CheckpointError, match=r"belongs to another run: it has images '.*', this run has '.*'"):
             train(other, plan(), device="cpu", folder=tmp_path)
 
 
@@ -218,7 +222,7 @@ def test_growing_heads_learn_as_masked_ones_do() -> None:
     made = stream(each=60)
     record = train(made, plan("ewc", heads="growing", epochs=30), device="cpu")
     assert record.summary is not None
-    assert record.summary["learnt"] > 0.9
+    assert record.summary["learned"] > 0.9
     assert record.matrix[0][1:] == [0.5, 0.5]  # guessed: there are no outputs for these tasks yet
     assert record.untrained[1:] == [0.5, 0.5]
 
@@ -286,7 +290,7 @@ def test_points_after_a_failure_are_no_part_of_the_curves() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_the_term_in_the_loss_is_asked_for_where_there_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    run = training._Run(stream(), plan(name), torch.device("cpu"))
+    run = training._Training(stream(), plan(name), torch.device("cpu"))
     term = run.method.penalty
     monkeypatch.setattr(run.method, "penalty", lambda: asked.append(run.task) or term())
     for _ in run:
@@ -296,10 +300,10 @@ def test_the_term_in_the_loss_is_asked_for_where_there_is_one(name: str, monkeyp
 
 
 def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
-    record = train(stream(), plan("mas", settings={"strength": 1e6, "penalty": "loss"}, epochs=20), device="cpu")
+    record = train(stream(), plan("mas", settings={"strength": 1e6, "form": "loss"}, epochs=20), device="cpu")
     assert record.failure is not None
     assert record.failure["task"] == 1
-    assert 'use penalty="proximal"' in record.failure["why"]
+    assert 'use form="proximal"' in record.failure["why"]
     assert len(record.matrix) == 1
 
 
@@ -310,7 +314,7 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
         ({"seed": -1}, "seed must be a whole number of at least 0"),
         ({"epochs": float("inf")}, "epochs must be above 0, got inf"),
         ({"settings": {"criterion": torch.nn.CrossEntropyLoss()}}, "settings: criterion must be plain data"),
-        ({"settings": {"free": []}}, "free is no setting of a plan"),
+        ({"settings": {"free": []}}, "free is not a setting of a plan"),
         ({"method": "magic"}, "there is no method 'magic'; there are npc, cpc, ewc"),
         ({"model": "resnet"}, "there is no model 'resnet'; there are paper_cnn"),
         ({"lr": 0}, "lr must be above 0, got 0"),
@@ -334,7 +338,7 @@ def test_numbers_of_numpy_are_taken_as_plain_ones(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ValueError, match="device 'cuda' was asked for, but there is no GPU here"):
+    with pytest.raises(ValueError, match="device 'cuda' is not available: torch finds no GPU"):
         train(stream(), plan(), device="cuda")
 
 
@@ -342,18 +346,18 @@ def test_two_runs_in_one_process_would_change_each_other() -> None:
     def another(_: Progress) -> None:
         train(stream(), plan(), device="cpu")
 
-    with pytest.raises(RuntimeError, match="a run is going on in this process"):
+    with pytest.raises(RuntimeError, match="another run is active in this process"):
         train(stream(), plan(), device="cpu", tell=another)
     train(stream(), plan(), device="cpu")
 
 
-def test_a_method_is_consolidated_on_training_images_and_judged_in_evaluation_mode(
+def test_a_method_is_consolidated_on_training_images_and_evaluated_in_evaluation_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second by independent code: the accuracies of the record are those of the model without dropout."""
     made = stream()
     runs, seen = [], []
-    build = training._Run._build_method
+    build = training._Training._build_method
 
     def watched(run: Any) -> Any:
         method = build(run)
@@ -361,13 +365,13 @@ def test_a_method_is_consolidated_on_training_images_and_judged_in_evaluation_mo
         method.consolidate = lambda batches, active: seen.append(torch.cat([x for x, _ in batches]))
         return method
 
-    monkeypatch.setattr(training._Run, "_build_method", watched)
+    monkeypatch.setattr(training._Training, "_build_method", watched)
     record = train(made, plan(model="small_cnn", epochs=10), device="cpu")
     for task, images in zip(made.tasks, seen, strict=True):
         mean, std = made.mean.item(), made.std.item()
         found = {tuple(image.flatten().tolist()) for image in ((images[:, 0] * std + mean) * 255).round().int()}
-        centred = made.pixels[task.train][:, 0].int()
-        assert found == {tuple(image.flatten().tolist()) for image in centred}
+        centered = made.pixels[task.train][:, 0].int()
+        assert found == {tuple(image.flatten().tolist()) for image in centered}
     model = runs[0].model.eval()
     for task, accuracy in zip(made.tasks, record.matrix[-1], strict=True):
         x = (made.pixels[task.test].float() / 255 - made.mean.item()) / made.std.item()
@@ -398,14 +402,14 @@ def test_precision_and_determinism_hold_during_a_run_and_no_longer() -> None:
 def test_settings_that_a_method_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"settings of ewc: .*unexpected keyword argument 'beta'"):
         train(stream(), plan("ewc", settings={"beta": 1}), device="cpu")
-    with pytest.raises(ValueError, match="the paper's network is for images of 32x32, these are 8x8"):
+    with pytest.raises(ValueError, match="the paper's network is for images of 32x32, not 8x8"):
         train(stream(), plan(model="paper_cnn"), device="cpu")
 
 
 def test_bf16_and_determinism() -> None:
     record = train(stream(each=60), plan("npc", precision="bf16", deterministic=True, epochs=30), device="cpu")
     assert record.summary is not None
-    assert record.summary["learnt"] > 0.7
+    assert record.summary["learned"] > 0.7
     assert not torch.are_deterministic_algorithms_enabled()
 
 

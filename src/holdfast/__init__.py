@@ -3,10 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast.version import __version__
+
 if TYPE_CHECKING:
     from holdfast.methods import CPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CPC",
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The methods, which import torch, when they are first asked for: the command line answers sooner without it."""
+    """Import the methods, and with them torch, when they are first used."""
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     return getattr(import_module("holdfast.methods"), name)

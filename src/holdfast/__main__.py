@@ -1,4 +1,4 @@
-"""The command `holdfast`, which says what is missing where only the library was installed."""
+"""The command `holdfast`. If only the library is installed, it names the missing package."""
 
 import sys
 

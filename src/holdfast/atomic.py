@@ -1,17 +1,17 @@
-"""Files that are written whole or not at all."""
+"""Atomic writes of files."""
 
 import os
 from pathlib import Path
 
 
 def write(path: Path, content: bytes, *, scratch: Path | None = None, keep: Path | None = None) -> None:
-    """Write `content` to `path`, so that whoever reads it finds the old file or the new one, never a part.
+    """Write `content` to `path`. Readers see the old file or the new one, never a part of it.
 
     Args:
-        path: of the file; its folder is made.
-        content: of the file.
-        scratch: where it is written first; one of this process's own if not given.
-        keep: where the old file is moved.
+        path: the file; its folder is created.
+        content: the new content.
+        scratch: the temporary file; by default one of this process.
+        keep: where to move the old file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = scratch or path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,22 +1,23 @@
-"""The command `holdfast`: a thin shell around the library.
+"""The command `holdfast`: a thin shell around the library. Expensive imports are left to the commands."""
 
-What takes long to import is imported by the commands that need it.
-"""
-
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from holdfast.errors import UserError, warn_in_one_line
+from holdfast.methods import METHODS
+from holdfast.runs.plan import Plan
 from holdfast.study import paper
-from holdfast.study.records import Entry, Run, Study, StudyError, default_name
+from holdfast.study.options import Option, options
+from holdfast.study.store import Entry, Run, Study, StudyError, default_name
 
 if TYPE_CHECKING:
-    from holdfast.study.running import How
-    from holdfast.training import Plan
+    from holdfast.study.work import Execution
 
 app = typer.Typer(
     name="holdfast",
@@ -26,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 data_app = typer.Typer(
-    help="List, fetch and verify the data sets that tasks are made of.",
+    help="List, fetch and verify data sets.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -40,7 +41,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="DIR",
-        help="The folder to look in first, before $HOLDFAST_DATA and the user's cache; what is fetched goes there.",
+        help="Folder searched first, before $HOLDFAST_DATA and the user's cache; downloads are stored there.",
         show_default=False,
     ),
 ]
@@ -50,9 +51,9 @@ Data = Annotated[
 def holdfast() -> None:
     """Continual learning: networks that learn task after task and forget less.
 
-    `holdfast demo` shows it in a minute. `holdfast run digits npc` is one run, `holdfast run study.toml` are many,
-    `holdfast reproduce imnist` is the paper's experiment. What is finished is not run again, and what was interrupted
-    goes on.
+    `holdfast demo` shows it in a minute. `holdfast run digits npc` is one run, `holdfast run study.toml` is a whole
+    study, `holdfast reproduce imnist` is the paper's experiment. Finished runs are not repeated, and interrupted runs
+    resume.
     """
 
 
@@ -61,7 +62,7 @@ def holdfast() -> None:
 
 @data_app.command("list")
 def list_(data: Data = None) -> None:
-    """Show the data sets, where they were found, and how large they are.
+    """List the data sets with their locations and sizes.
 
     Example: `holdfast data list --data ~/datasets`
     """
@@ -71,7 +72,7 @@ def list_(data: Data = None) -> None:
 
     from holdfast.streams import sources
 
-    table = Table("name", "where", "images", "classes")
+    table = Table("name", "location", "images", "classes")
     for name in sources.SOURCES:
         table.add_row(name, *map(escape, _row(name, data)))
     table.add_row("folder:PATH", "any folder with a folder of images per class", "", "")
@@ -80,49 +81,49 @@ def list_(data: Data = None) -> None:
 
 def _row(name: str, data: Path | None) -> tuple[str, str, str]:
     from holdfast.streams import sources
-    from holdfast.streams.files import DataError
+    from holdfast.streams.published import DataError
 
-    where = sources.locate(name, data)
-    if where is None:
-        return "not here", "", ""
+    location = sources.locate(name, data)
+    if location is None:
+        return "not found", "", ""
     try:
         source = sources.load(name, data, download=False)
     except DataError as error:
-        return f"{where}: {error}", "", ""
-    return where, f"{len(source.train.labels)} + {len(source.test.labels)}", str(len(source.classes))
+        return f"{location}: {error}", "", ""
+    return location, f"{len(source.train.labels)} + {len(source.test.labels)}", str(len(source.classes))
 
 
 @data_app.command()
 def fetch(name: Name, data: Data = None) -> None:
-    """Download a data set, unless a good copy of it is here already.
+    """Download a data set, unless an intact copy is found.
 
-    What is damaged is replaced. A download that breaks off leaves nothing behind.
+    A damaged copy is replaced. An interrupted download leaves nothing behind.
 
     Example: `holdfast data fetch mnist --data ~/datasets`
     """
-    from holdfast.streams import files, sources
-    from holdfast.streams.files import DataError
+    from holdfast.streams import published, sources
+    from holdfast.streams.published import DataError
 
     if name == "digits" or name.startswith("folder:"):
         source = sources.load(name)
         typer.echo(f"{name} needs no fetching: {len(source.train.labels)} + {len(source.test.labels)} images are here")
         return
-    published = sources.published(name)
-    found = files.find(published, data)
+    archive = sources.published(name)
+    found = published.find(archive, data)
     try:
         if found is not None and sources.verify(name, data):
-            typer.echo(f"{name} is already in {found.where}")
+            typer.echo(f"{name} is already in {found.location}")
             return
     except DataError as error:
         typer.echo(f"{error}; fetching it now", err=True)
-    typer.echo(f"{name} is now in {files.fetch(published, data).where}")
+    typer.echo(f"{name} is now in {published.fetch(archive, data).location}")
 
 
 @data_app.command()
 def verify(name: Name, data: Data = None) -> None:
-    """Read all of a data set and compare it with the publisher's checksums.
+    """Compare a data set with the publisher's checksums.
 
-    The exit code is 0 if it is in order, and 1 with a line that says what to do if it is not.
+    The exit code is 0 if it is intact. Otherwise it is 1, and one line says what to do.
 
     Example: `holdfast data verify mnist --data ~/datasets`
     """
@@ -132,218 +133,214 @@ def verify(name: Name, data: Data = None) -> None:
         typer.echo(line)
 
 
-# ---- studies ----
+# ---- options of studies ----
 
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out", metavar="DIR", help="The folder of the study; studies/NAME if not given.", show_default=False
-    ),
+    typer.Option("--out", metavar="DIR", help="Folder of the study. [default: studies/NAME]", show_default=False),
 ]
-Seeds = Annotated[
-    int, typer.Option("--seeds", min=1, metavar="N", help="Run each method N times, with seeds 0 to N-1.")
-]
+Seeds = Annotated[int, typer.Option("--seeds", min=1, metavar="N", help="Run each method with seeds 0 to N-1.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", metavar="cpu|cuda", help="Where; a GPU if there is one.", show_default=False),
+    typer.Option("--device", metavar="cpu|cuda", help="[default: a GPU if there is one]", show_default=False),
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option("--jobs", min=1, metavar="N", help="Runs at once; what suits the machine if not given."),
+    typer.Option(
+        "--jobs", min=1, metavar="N", help="Number of runs at once. [default: by hardware]", show_default=False
+    ),
 ]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files too, to watch live.")]
-Tasks = Annotated[int | None, typer.Option("--tasks", min=1, metavar="N", help="Only the stream's first N tasks.")]
-Epochs = Annotated[float | None, typer.Option("--epochs", metavar="E", help="How long each task is learnt.")]
-Width = Annotated[
-    float | None, typer.Option("--width", metavar="W", help="Width of the hidden layers, as a share of the usual.")
-]
-Precision = Annotated[str | None, typer.Option("--precision", metavar="float32|tf32|bf16", help="Of the training.")]
-Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Whether the model is compiled.")]
-Model = Annotated[str | None, typer.Option("--model", metavar="M", help="paper_cnn, small_cnn or mlp.")]
-Rate = Annotated[float | None, typer.Option("--lr", help="The learning rate of SGD.")]
-BatchSize = Annotated[int | None, typer.Option("--batch", help="Images in a batch.")]
-Validation = Annotated[bool, typer.Option("--validation", help="Judge on validation images.")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a study.")]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files.")]
+Tasks = Annotated[int | None, typer.Option("--tasks", min=1, metavar="N", help="Only the first N tasks.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a study.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method, such as strength=30; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of the method, such as strength=30, or npc.beta=0.7 of lwf+npc. Repeatable.",
+    ),
 ]
+
+Command = Callable[..., None]
+
+
+def plan_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command an option for each of these fields of a plan. It gets the given ones as `fields`."""
+    chosen = {name: options()[name] for name in names}
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_options(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in chosen}
+            fields = {name: chosen[name].value(value) for name, value in given.items() if value is not None}
+            command(**arguments, fields=fields)
+
+        own = [each for each in inspect.signature(command).parameters.values() if each.name != "fields"]
+        parameters = [*own, *map(_parameter, chosen.values())]
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    declared = typer.Option(
+        option.declaration,
+        help=option.help,
+        metavar=option.metavar,
+        show_default=False,
+        rich_help_panel="Plan (default: by stream)",
+    )
+    annotation = Annotated[option.kind | None, declared]  # type: ignore[name-defined]
+    return inspect.Parameter(option.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+# ---- studies ----
 
 
 @app.command()
 def demo(
     seeds: Seeds = 3,
-    epochs: Annotated[float, typer.Option(metavar="E", help="How long each task is learnt.")] = 30,
+    epochs: Annotated[float, typer.Option(metavar="E", help="Epochs per task.")] = 30,
     out: Out = Path("studies/demo"),
     device: Device = "cpu",
     jobs: Jobs = None,
 ) -> None:
     """See forgetting, and its cures, in a minute: all methods on small images of digits.
 
-    A small network learns to tell 0 from 1, then 2 from 3, and so on, and never sees the earlier digits again. No data
-    are downloaded.
+    A small network learns to tell 0 from 1, then 2 from 3, and so on, and never sees the earlier digits again. Nothing
+    is downloaded.
     """
     from holdfast.study.demo import runs
-    from holdfast.study.running import How
+    from holdfast.study.work import Execution
 
-    _carry_out(_study(out, "demo"), runs(seeds, epochs), How(device=device, jobs=jobs))
+    _carry_out(_study(out, "demo"), runs(seeds, epochs), Execution(device=device, jobs=jobs))
 
 
-@app.command()
+@app.command(
+    help=f"""Run methods on a stream of tasks, or all runs of a study file.
+
+    Streams: digits, imnist, icifar100, pmnist, rmnist and folder:PATH. Methods: {", ".join(METHODS)}. Methods are
+    composed with +: lwf+npc is LwF around NPC.
+
+    Examples: `holdfast run digits npc ewc --seeds 3`, `holdfast run imnist ewc --set strength=30 --epochs 1`,
+    `holdfast run digits lwf+npc --set lwf.weight=0.1 --set npc.beta=0.7`, `holdfast run study.toml`
+    """
+)
+@plan_options(*options())
 def run(
-    what: Annotated[str, typer.Argument(metavar="STREAM|FILE", help="A stream, or a study file that ends in .toml.")],
-    methods: Annotated[list[str] | None, typer.Argument(metavar="METHOD...", help="One method or several.")] = None,
+    what: Annotated[str, typer.Argument(metavar="STREAM|FILE", help="A stream, or a study file ending in .toml.")],
+    methods: Annotated[list[str] | None, typer.Argument(metavar="METHOD...", help="One or more methods.")] = None,
     seeds: Annotated[
-        int | None,
-        typer.Option("--seeds", min=1, metavar="N", help="Run N times, with seeds 0 to N-1; once if not given."),
+        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N-1.", show_default="1")
     ] = None,
-    seed: Annotated[list[int] | None, typer.Option(min=0, help="This seed; may be repeated.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, help="A single seed. Repeatable.")] = None,
     tasks: Tasks = None,
-    epochs: Epochs = None,
-    epoch: Annotated[str | None, typer.Option(metavar="paper|task", help="What an epoch is: see the docs.")] = None,
-    model: Model = None,
-    width: Width = None,
-    lr: Rate = None,
-    batch: BatchSize = None,
-    heads: Annotated[str | None, typer.Option(metavar="masked|growing", help="How outputs belong to tasks.")] = None,
     settings: Settings = None,
-    name: Annotated[str | None, typer.Option(help="How it is called in tables; only with one method.")] = None,
-    validation: Validation = False,
-    curve: Annotated[int | None, typer.Option(metavar="N", help="Points of the curves in each task.")] = None,
-    neurons: Annotated[
-        bool, typer.Option("--neurons", help="Record what the neurons do, for two more figures.")
-    ] = False,
-    precision: Precision = None,
-    compiled: Compile = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits twice, on a GPU too.")] = False,
+    name: Annotated[str | None, typer.Option(help="Name in tables and figures, for one method.")] = None,
     out: Out = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    *,
+    fields: dict[str, Any],
 ) -> None:
-    """Learn a stream of tasks with a method, or do all runs of a study file.
+    from holdfast.study import studyfile
+    from holdfast.study.work import Execution
 
-    Streams: digits, imnist, icifar100, pmnist, rmnist and folder:PATH. Methods: npc, cpc, ewc, mas, si, ssl, lwf,
-    finetune, joint and separate.
-
-    Examples: `holdfast run digits npc ewc --seeds 3`, `holdfast run imnist ewc --set strength=30 --epochs 1`,
-    `holdfast run study.toml`
-    """
-    from holdfast.study import files
-    from holdfast.study.running import How
-
-    how = How(data, device, jobs, tensorboard)
-    given = {"epochs": epochs, "epoch": epoch, "model": model, "width": width, "lr": lr, "batch": batch}
-    given |= {"heads": heads, "curve": curve, "precision": precision, "compile": compiled}
-    given |= {"neurons": neurons or None, "deterministic": deterministic or None}
-    given["judged_on"] = "validation" if validation else None
-    chosen = {key: value for key, value in given.items() if value is not None}
+    execution = Execution(data, device, jobs, tensorboard)
     if what.endswith(".toml"):
-        if methods or settings or name or chosen or tasks or seed or seeds:
+        if methods or settings or name or fields or tasks or seed or seeds:
             raise StudyError(
-                f"{what} says what is run: leave out all but --out, --data, --device, --jobs, --tensorboard"
+                f"{what} defines its runs: leave out all but --out, --data, --device, --jobs, --tensorboard"
             )
-        _carry_out(_study(out, Path(what).stem), files.read(Path(what)), how)
+        _carry_out(_study(out, Path(what).stem), studyfile.read(Path(what)), execution)
         return
     if not methods:
         raise StudyError(f"which method? For example: holdfast run {what} npc")
     if name is not None and len(methods) > 1:
-        raise StudyError("--name is for one method; several would have the same")
+        raise StudyError("--name is for one method: several methods need different names")
     if seed and seeds:
-        raise StudyError("--seeds and --seed say two things: give one of them")
-    name = None if name is None else files.check_name(name)
-    own = dict(map(files.setting, settings or []))
+        raise StudyError("--seeds and --seed contradict each other: give one of them")
+    name = None if name is None else studyfile.check_name(name)
+    own = dict(map(studyfile.setting, settings or []))
     runs = [
-        Run.of(what, _plan(what, method, own, chosen | {"seed": number}), tasks, name)
+        Run.of(what, _plan(what, method, own, fields | {"seed": number}), tasks, name)
         for number in seed or range(seeds or 1)
         for method in methods
     ]
-    _carry_out(_study(out, what), runs, how)
+    _carry_out(_study(out, what), runs, execution)
 
 
-def _plan(stream: str, method: str, settings: dict[str, Any], given: dict[str, Any]) -> "Plan":
-    """What the user has said, over what is usual for the stream."""
-    from holdfast.study import files
-    from holdfast.study.usual import usual
-    from holdfast.training import Plan
+def _plan(stream: str, method: str, settings: dict[str, Any], fields: dict[str, Any]) -> Plan:
+    """The plan with the given fields; unspecified fields have the stream's defaults."""
+    from holdfast.study import studyfile
+    from holdfast.study.defaults import defaults_for
 
-    plan = Plan(method, settings=settings, **(usual(stream) | given))
-    files.check_settings(method, settings)
+    plan = Plan(method, settings=settings, **(defaults_for(stream) | fields))
+    studyfile.check_settings(method, settings)
     return plan
 
 
 @app.command()
+@plan_options("epochs", "width", "evaluate_on", "curve", "precision", "compile")
 def reproduce(
-    stream: Annotated[str, typer.Argument(metavar="imnist|icifar100", help="Which of the paper's experiments.")],
+    stream: Annotated[str, typer.Argument(metavar="imnist|icifar100", help="The paper's experiment.")],
     methods: Annotated[
-        str, typer.Option(help="Which methods, separated by commas; `all` adds those that the paper does not have.")
-    ] = ",".join(paper.METHODS),
+        str, typer.Option(help="Methods, separated by commas; `all` adds those that are not in the paper.")
+    ] = ",".join(paper.COMPARED),
     seeds: Seeds = 3,
-    epochs: Epochs = None,
-    tasks: Annotated[int, typer.Option(min=1, metavar="N", help="Only the first N tasks.")] = 5,
-    width: Width = None,
+    tasks: Annotated[int, typer.Option(min=1, metavar="N", help="Only the first N tasks.")] = paper.TASKS,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="METHOD.NAME=VALUE", help="Another setting than the paper's; may be repeated."),
+        typer.Option("--set", metavar="METHOD.NAME=VALUE", help="A setting that replaces the paper's. Repeatable."),
     ] = None,
     searched: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Take the settings that searches in this study found the best.")
+        Path | None, typer.Option(metavar="DIR", help="Use the best settings of the searches in this study.")
     ] = None,
-    validation: Validation = False,
-    curve: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Points of the curves in each task; 10 on a GPU, 2 on a CPU.")
-    ] = None,
-    precision: Precision = None,
-    compiled: Compile = None,
     out: Out = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    *,
+    fields: dict[str, Any],
 ) -> None:
-    """Do the paper's experiment again: its protocol, its settings, its Table 1 beside what comes out here.
+    """Reproduce the paper's experiment: its protocol and settings, the results beside its Table 1.
 
-    The whole of it is for a GPU. For a laptop, make it smaller:
+    The full experiment needs a GPU. A smaller one for a laptop:
     `holdfast reproduce imnist --epochs 0.1 --width 0.25 --seeds 1 --methods npc,finetune`
     """
-    from holdfast.study.running import How, on_gpu
-    from holdfast.training import Plan
+    from holdfast.study.work import Execution
 
     if stream not in paper.SETTINGS:
         raise StudyError(f"the paper has no experiment {stream!r}; it has {' and '.join(paper.SETTINGS)}")
-    how = How(data, device, jobs, tensorboard)
-    gpu = on_gpu(how)
-    plan = Plan(
-        "npc",
-        epochs=30 if epochs is None else epochs,
-        width=1.0 if width is None else width,
-        judged_on="validation" if validation else "test",
-        curve=curve or (10 if gpu else 2),
-        neurons=True,
-        precision=precision or ("bf16" if gpu else "float32"),  # type: ignore[arg-type]
-        compile=gpu if compiled is None else compiled,
-    )
-    chosen = [*paper.METHODS, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
+    execution = Execution(data, device, jobs, tensorboard)
+    defaults = {"curve": 10, "precision": "bf16", "compile": True} if execution.on_gpu else {"curve": 2}
+    plan = Plan("npc", neurons=True, **(defaults | fields))
+    chosen = [*paper.COMPARED, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
     found = _searched(searched, stream, chosen) if searched else {}
     runs = paper.runs(stream, chosen, seeds, plan, tasks=tasks, settings=_by_method(settings or [], chosen, found))
-    _carry_out(_study(out, stream), runs, how, beside_the_paper=True)
+    _carry_out(_study(out, stream), runs, execution, beside_the_paper=True)
 
 
 def _names(text: str) -> list[str]:
-    from holdfast.methods import METHODS
+    from holdfast.study import studyfile
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in METHODS and name != paper.OFF:
-            raise StudyError(f"there is no method {name!r}; there are {', '.join(METHODS)} and {paper.OFF!r}")
+        if name != paper.OFF:
+            studyfile.check_settings(name, {})
     if not names:
-        raise StudyError("--methods is empty")
+        raise StudyError("--methods is empty: name at least one, as in --methods npc")
     return names
 
 
 def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[str, Any]]:
-    """The best settings of the searches in a folder, of those methods that were searched."""
+    """The best settings of the searches in a folder, for the methods searched there."""
     from holdfast.study import sweep
 
     found = sweep.chosen(folder, stream, methods)
@@ -353,70 +350,70 @@ def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[s
 
 
 def _by_method(texts: list[str], methods: list[str], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What was found, with what `--set` says over it; all of it checked."""
-    from holdfast.study import files
-    from holdfast.training import Plan
+    """The found settings, replaced by those of `--set` and checked."""
+    from holdfast.study import studyfile
 
     for text in texts:
         method, dot, rest = text.partition(".")
         if not dot:
-            raise StudyError(f"--set {text}: say of which method, such as ewc.strength=30")
+            raise StudyError(f"--set {text}: name the method too, as in ewc.strength=30")
         if method not in methods:
             raise StudyError(f"--set {text}: {method} is not among the methods {', '.join(methods)}")
-        name, value = files.setting(rest)
+        name, value = studyfile.setting(rest)
         found.setdefault(method, {})[name] = value
     for method, settings in found.items():
         own = {name: value for name, value in settings.items() if name != "lr"}
-        files.check_settings(paper.actual(method), own)
+        studyfile.check_settings(paper.actual(method), own)
         Plan("finetune", lr=settings.get("lr", 1.0))
     return found
 
 
 @app.command()
+@plan_options(*(name for name in options() if name not in ("evaluate_on", "curve", "neurons")))
 def sweep(
     stream: Annotated[str, typer.Argument(metavar="STREAM", help="The stream.")],
     method: Annotated[str, typer.Argument(metavar="METHOD", help="The method.")],
-    over: Annotated[str | None, typer.Option(help="The setting, or lr; strength, weight or beta if not given.")] = None,
-    values: Annotated[str | None, typer.Option(help="Other values than 0.001, 0.01, ... 1000, with commas.")] = None,
-    finer: Annotated[bool, typer.Option("--finer/--coarse", help="Whether to look closer around the best.")] = True,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            help="The setting, such as beta, or npc.beta of lwf+npc, or lr. [default: by method]", show_default=False
+        ),
+    ] = None,
+    values: Annotated[
+        str | None, typer.Option(help="Values, separated by commas.", show_default="0.001,0.01,...,1000")
+    ] = None,
+    finer: Annotated[bool, typer.Option("--finer/--coarse", help="Search finer around the best value.")] = True,
     seeds: Seeds = 1,
     tasks: Tasks = None,
-    epochs: Epochs = None,
-    model: Model = None,
-    width: Width = None,
-    lr: Rate = None,
-    batch: BatchSize = None,
     settings: Settings = None,
-    precision: Precision = None,
-    compiled: Compile = None,
     out: Out = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
+    *,
+    fields: dict[str, Any],
 ) -> None:
-    """Search for a method's setting as the paper did, on validation images only.
+    """Search for a setting of a method as the paper did, on validation images only.
 
-    Seven decades first, then finer around the best. All values and what they gave are kept in DIR/sweeps.
+    Seven decades first, then finer around the best. DIR/sweeps keeps all values and their accuracies.
 
-    Example: `holdfast sweep digits ewc --seeds 3`
+    Examples: `holdfast sweep digits ewc --seeds 3`, `holdfast sweep digits lwf+npc --over npc.beta`
     """
     from rich.console import Console
 
-    from holdfast.study import files, show
-    from holdfast.study.running import How
-    from holdfast.study.sweep import DECADES, FINER, OVER, acceptable, search
+    from holdfast.methods.building import searched_setting
+    from holdfast.study import studyfile, terminal
+    from holdfast.study.sweep import DECADES, FINER, acceptable, search
+    from holdfast.study.work import Execution
 
-    given = {"epochs": epochs, "model": model, "width": width, "lr": lr, "batch": batch}
-    given |= {"precision": precision, "compile": compiled}
-    chosen = {key: value for key, value in given.items() if value is not None}
-    plan = _plan(stream, method, dict(map(files.setting, settings or [])), chosen)
-    over = over or OVER.get(method, "strength")
+    plan = _plan(stream, method, dict(map(studyfile.setting, settings or [])), fields)
+    over = over or searched_setting(method)
     if over != "lr":
-        files.check_settings(method, {over: 1.0})
+        studyfile.check_settings(method, {over: 1.0})
     if values:
         coarse = [_number(text) for text in values.split(",")]
         if refused := [value for value in coarse if not acceptable(plan, over, value)]:
-            raise StudyError(f"--values: {method} does not take {refused[0]:g} as {over}")
+            raise StudyError(f"--values: {method} does not accept {refused[0]:g} as {over}")
     else:
         coarse = [value for value in DECADES if acceptable(plan, over, value)]
     study = _study(out, f"{stream}-sweep")
@@ -425,30 +422,30 @@ def sweep(
         plan,
         over,
         seeds,
-        lambda runs: _execute(study, runs, How(data, device, jobs)),
+        lambda runs: _execute(study, runs, Execution(data, device, jobs)),
         tasks=tasks,
         values=coarse,
         finer=FINER if finer else (),
-    ).with_those_before(study.folder)
-    kept = found.save(study.folder)
+    ).with_earlier(study.folder)
+    path = found.save(study.folder)
     typer.echo(f"{found.common.name} on {stream}: average accuracy on validation images, %")
-    Console().print(show.search(found))
+    Console().print(terminal.search(found))
     if found.at_the_edge:
-        typer.echo(f"The best value is at the edge of what was tried: --values may reach further. All of it: {kept}")
+        typer.echo(f"The best value is at the edge of the search: --values may reach further. Saved in {path}")
     else:
-        typer.echo(f"All of it: {kept}")
+        typer.echo(f"Saved in {path}")
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise StudyError(f"--values: {text!r} is no number; write them as 0.1,1,10") from None
+        raise StudyError(f"--values: {text!r} is not a number; write them as 0.1,1,10") from None
 
 
 @app.command()
 def report(folder: Folder) -> None:
-    """Make the page of a study, with its tables and figures, from the runs that are finished.
+    """Write the page of a study, with tables and figures of its finished runs.
 
     Example: `holdfast report studies/demo`
     """
@@ -459,87 +456,91 @@ def report(folder: Folder) -> None:
 
 @app.command("list")
 def list_runs(folder: Folder) -> None:
-    """List the runs of a study and how they stand.
+    """List the runs of a study with their states.
 
     Example: `holdfast list studies/demo`
     """
     from rich.console import Console
 
-    from holdfast.study import show
+    from holdfast.study import terminal
 
     entries = _existing(folder).entries
-    Console().print(show.runs(entries))
-    typer.echo(show.counts(entries))
+    Console().print(terminal.runs(entries))
+    typer.echo(terminal.counts(entries))
 
 
 def _study(out: Path | None, name: str) -> Study:
     folder = out if out is not None else Path("studies") / name.replace("/", "-").replace(":", "-")
     if folder.exists() and not folder.is_dir():
-        raise StudyError(f"{folder} is a file, and a study is a folder: choose another with --out")
+        raise StudyError(f"{folder} is a file, not a folder: choose another with --out")
     return Study(folder)
 
 
 def _existing(folder: Path) -> Study:
     if not (folder / "runs").is_dir():
-        raise StudyError(f"{folder} is no study: there is no folder {folder / 'runs'}")
+        raise StudyError(f"{folder} is not a study: it has no folder {folder / 'runs'}")
     return Study(folder)
 
 
-def _carry_out(study: Study, runs: "Sequence[Run]", how: "How", *, beside_the_paper: bool = False) -> None:
-    """Do the runs, and show what came out, also if it did not come out for all of them."""
+def _carry_out(study: Study, runs: Sequence[Run], execution: "Execution", *, beside_the_paper: bool = False) -> None:
+    """Execute the runs and show the results, even if some runs failed."""
     try:
-        entries = _execute(study, runs, how)
+        entries = _execute(study, runs, execution)
     except StudyError:
-        if any(study.look(run).record is not None for run in runs):
-            _conclude(study, [study.look(run) for run in runs], beside_the_paper=beside_the_paper)
+        if any(study.entry(run).record is not None for run in runs):
+            _conclude(study, [study.entry(run) for run in runs], beside_the_paper=beside_the_paper)
         raise
     _conclude(study, entries, beside_the_paper=beside_the_paper)
 
 
-def _execute(study: Study, runs: "Sequence[Run]", how: "How") -> list[Entry]:
+def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[Entry]:
     from rich.console import Console
 
     from holdfast.study.logs import require_tensorboard
-    from holdfast.study.running import prepare, run_all
-    from holdfast.study.show import Bars
+    from holdfast.study.processes import LocalExecutor
+    from holdfast.study.schedule import run_all
+    from holdfast.study.terminal import Bars
+    from holdfast.study.work import prepare
 
-    if how.tensorboard:
+    if execution.tensorboard:
         require_tensorboard()
-    left = [run for run in runs if study.look(run).record is None]
+    left = [run for run in runs if study.entry(run).record is None]
     if len(left) < len(runs):
         typer.echo(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
     if not left:
         return [study.add(run) for run in runs]
-    prepare(left, how)
+    prepare(left, execution)
     try:
         with Bars(Console(), len(left)) as bars:
-            return run_all(study, runs, how, bars)
+            return run_all(study, runs, LocalExecutor(study, execution), bars)
     except KeyboardInterrupt as interruption:
-        typer.echo(f"holdfast: {str(interruption) or 'interrupted; the same command goes on where it was'}", err=True)
+        typer.echo(f"holdfast: {str(interruption) or 'interrupted; run the same command again to resume'}", err=True)
         raise typer.Exit(130) from None
 
 
 def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = False) -> None:
     from rich.console import Console
 
-    from holdfast.study import page, show
+    from holdfast.study import page, terminal
     from holdfast.study.tables import compare
 
     console = Console()
-    digits = 2 if console.width >= 92 else 1  # for which a narrow terminal has room
+    digits = 2 if console.width >= 92 else 1  # two do not fit a narrow terminal
     for comparison in compare(entries):
-        console.print(show.beside_the_paper(comparison, digits) if beside_the_paper else show.results(comparison))
+        console.print(
+            terminal.beside_the_paper(comparison, digits) if beside_the_paper else terminal.results(comparison)
+        )
     typer.echo(f"The page is {page.write(study)}")
 
 
 def main() -> None:
-    """The entry point: an error that the user can do something about is one line, not a traceback."""
+    """The entry point. Errors the user can fix are one line, not a traceback."""
     warn_in_one_line()
     try:
         app()
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}; check its permissions and the space left on the disk")
+        location = f"{error.filename}: " if error.filename else ""
+        _fail(f"{location}{error.strerror or error}; check its permissions and the space left on the disk")
     except (UserError, ValueError) as error:
         _fail(str(error))
 

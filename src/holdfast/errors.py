@@ -1,13 +1,50 @@
-"""What can go wrong and a user can do something about."""
+"""Errors the user can fix, and warnings that point at the user's line."""
 
 import sys
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+_OURS = str(Path(__file__).parent)
 
 
 class UserError(Exception):
-    """Its message is one line that says what is wrong and what to do."""
+    """An error the user can fix. Its message is one line: what is wrong, and what to do."""
+
+
+def alternatives(name: str, known: Iterable[str]) -> str:
+    """The known names, and the one that may have been meant.
+
+    >>> alternatives("wieght", ["weight", "temperature"])
+    'weight, temperature: did you mean weight?'
+    """
+    known = list(known)
+    near = " or ".join(get_close_matches(name, known))
+    return (", ".join(known) or "none") + (f": did you mean {near}?" if near else "")
+
+
+def warn(message: str) -> None:
+    """Warn at the innermost line of code that belongs neither to Holdfast nor to torch.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("the disk is nearly full")
+    >>> caught[0].message, Path(caught[0].filename).name != "errors.py"
+    (UserWarning('the disk is nearly full'), True)
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_internal(filename: str) -> bool:
+    torch = sys.modules.get("torch")
+    roots = [_OURS] if torch is None or torch.__file__ is None else [_OURS, str(Path(torch.__file__).parent)]
+    return any(filename.startswith(root) for root in roots)
 
 
 def warn_in_one_line() -> None:
-    """Let the warnings of this process be lines like the errors of the command."""
+    """Print the warnings of this process as single lines, like the errors of the command."""
     warnings.showwarning = lambda message, *_: print(f"holdfast: {message}", file=sys.stderr)

@@ -1,4 +1,8 @@
-"""How important a neuron is: eq. 2 to 4 of the paper, measured while autograd goes backward."""
+"""Importance of neurons, measured in the backward pass.
+
+Equation numbers are those of Paik, Oh, Kwak, Kim, "Overcoming Catastrophic Forgetting by Neuron-level Plasticity
+Control". `docs/npc.md` derives them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,21 +12,21 @@ from torch import Tensor
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The type to sum up in."""
+    """Return the type in which to sum values of type `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
     """Eq. 2 without its constant factor: the sum over samples of |mean over positions of n * dL/dn|, per neuron.
 
-    Samples lie along axis 0 and neurons along `axis`; all other axes are positions. Where the neurons themselves
-    lie along axis 0 there is one sample.
+    Samples lie along axis 0 and neurons along `axis`; all other axes are positions. If neurons lie along axis 0, there
+    is a single sample.
 
     >>> n = torch.tensor([[[1.0, 3.0], [2.0, 0.0]]])  # one sample, two neurons, two positions
     >>> taylor(n, torch.ones_like(n), axis=1)
     tensor([2., 1.])
     """
-    if activation.dtype == torch.float16:  # whose products overflow, above all under loss scaling
+    if activation.dtype == torch.float16:  # products would overflow, above all under loss scaling
         activation, gradient = activation.float(), gradient.float()
     product = activation * gradient
     dtype = precise(product.dtype)
@@ -32,10 +36,10 @@ def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
 
 
 class Observe(torch.autograd.Function):
-    """The identity, whose backward also hands `taylor` of the activation to `carrier` as its gradient.
+    """The identity. Its backward also returns `taylor` of the activation as the gradient of `carrier`.
 
-    So importance rides on autograd: it adds up over calls and micro-batches by itself, and no code runs per neuron.
-    With `copy` the output has memory of its own, for activations that the model goes on to change in place.
+    Autograd thus sums importance over calls and micro-batches. With `copy` the output has its own memory, for
+    activations that the model changes in place.
     """
 
     @staticmethod
@@ -51,27 +55,29 @@ class Observe(torch.autograd.Function):
 
 
 def layer_means(measured: Tensor, sizes: Tensor, widths: Sequence[int]) -> Tensor:
-    """The mean of each layer, of all neurons of all layers in one row; a layer's size as a number, and in a tensor.
+    """Average each layer's part of `measured`, the concatenated neurons of all layers.
+
+    Layer sizes are given twice: as a tensor `sizes` and as numbers `widths`.
 
     >>> layer_means(torch.tensor([3.0, 1.0, 5.0]), torch.tensor([2, 1]), [2, 1])
     tensor([2., 5.])
     """
-    if torch.compiler.is_compiling():  # where small operations become one kernel, and this one would be many
+    if torch.compiler.is_compiling():  # small operations fuse into one kernel, segment_reduce does not
         return torch.stack([values.mean() for values in measured.split_with_sizes(list(widths))])
     return torch.segment_reduce(measured, "mean", lengths=sizes, unsafe=True)
 
 
 def moving_average(importance: Tensor, measured: Tensor, mean: Tensor, layer: Tensor, rate: float) -> Tensor:
-    """Eq. 3 and 4: divide by the layer's mean and move the average towards the result by `rate`.
+    """Eq. 3 and 4: C <- (1 - rate) C + rate c / mean(c), with importance C, measurement c and its mean over the layer.
 
-    All neurons of all layers stand in one row, and `layer` says of each which layer it is in. A layer without a usable
-    measurement (all zero, or not finite) keeps the importance it had.
+    Neurons of all layers are concatenated, and `layer` is the index of each neuron's layer. A layer whose measurement
+    is all zero or not finite keeps its importance.
 
     >>> mean, layer = torch.tensor([2.0, torch.nan]), torch.tensor([0, 0, 1])
     >>> moving_average(torch.zeros(3), torch.tensor([3.0, 1.0, torch.nan]), mean, layer, rate=0.5)
     tensor([0.7500, 0.2500, 0.0000])
     """
     usable = (mean > 0) & (mean < torch.inf)
-    normalised = measured / mean.index_select(0, layer)  # eq. 3
-    average = torch.lerp(importance, normalised, rate)  # eq. 4
+    normalized = measured / mean.index_select(0, layer)  # eq. 3
+    average = torch.lerp(importance, normalized, rate)  # eq. 4
     return torch.where(usable.index_select(0, layer), average, importance)

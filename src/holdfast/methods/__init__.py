@@ -1,32 +1,76 @@
-"""The methods: one file each, and a line in the registry."""
+"""The methods: one file each, and one line in the registry below.
 
-from holdfast.methods.cpc import CPC
-from holdfast.methods.ewc import EWC
-from holdfast.methods.finetune import FineTune
-from holdfast.methods.joint import Joint
-from holdfast.methods.lwf import LwF
-from holdfast.methods.mas import MAS
-from holdfast.methods.method import Method
-from holdfast.methods.npc import NPC
-from holdfast.methods.separate import Separate
-from holdfast.methods.si import SI
-from holdfast.methods.ssl import SSL
+Importing this package does not import torch. A class is imported when it is first used.
+"""
 
-METHODS: dict[str, type[Method]] = {
-    "npc": NPC,
-    "cpc": CPC,
-    "ewc": EWC,
-    "mas": MAS,
-    "si": SI,
-    "ssl": SSL,
-    "lwf": LwF,
-    "finetune": FineTune,
-    "joint": Joint,
-    "separate": Separate,
-}
-"""Every method by name. What is listed here is tested as an optimizer, and takes part in studies."""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.registry import Registry
+
+if TYPE_CHECKING:
+    from holdfast.methods.cpc import CPC
+    from holdfast.methods.ewc import EWC
+    from holdfast.methods.finetune import FineTune
+    from holdfast.methods.joint import Joint
+    from holdfast.methods.lwf import LwF
+    from holdfast.methods.mas import MAS
+    from holdfast.methods.method import Method
+    from holdfast.methods.npc import NPC
+    from holdfast.methods.separate import Separate
+    from holdfast.methods.si import SI
+    from holdfast.methods.ssl import SSL
+
+
+METHODS: Registry["type[Method]"] = Registry(
+    {
+        "npc": "holdfast.methods.npc:NPC",
+        "cpc": "holdfast.methods.cpc:CPC",
+        "ewc": "holdfast.methods.ewc:EWC",
+        "mas": "holdfast.methods.mas:MAS",
+        "si": "holdfast.methods.si:SI",
+        "ssl": "holdfast.methods.ssl:SSL",
+        "lwf": "holdfast.methods.lwf:LwF",
+        "finetune": "holdfast.methods.finetune:FineTune",
+        "joint": "holdfast.methods.joint:Joint",
+        "separate": "holdfast.methods.separate:Separate",
+    }
+)
+"""Every method by name. A registered method is tested as an optimizer and takes part in studies."""
+
+BOUNDS = frozenset({"joint", "separate"})
+"""Methods that keep all data or one model per task: upper bounds, not rivals."""
+
+
+def parts_of(method: str) -> list[str]:
+    """Split the name of a composed method into its parts, the outermost first: "lwf+npc" is LwF around NPC.
+
+    >>> parts_of("lwf+npc")
+    ['lwf', 'npc']
+    """
+    parts = method.split("+") if isinstance(method, str) else [method]
+    for part in parts:
+        if part not in METHODS:
+            raise ValueError(f"there is no method {part!r}; there are {', '.join(METHODS)}")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"{method!r} names a method twice: leave one of them out")
+    for part in parts:
+        if part in BOUNDS and len(parts) > 1:
+            raise ValueError(f"{part} is a bound for the other methods and cannot be combined with them: run it alone")
+    return parts
+
+
+def __getattr__(name: str) -> Any:
+    """Import a method class, or the base class `Method`, when it is first used."""
+    if name == "Method":
+        return import_module("holdfast.methods.method").Method
+    if (registered := METHODS.named(name)) is not None:
+        return METHODS[registered]
+    raise AttributeError(f"module 'holdfast.methods' has no attribute {name!r}")
+
 
 __all__ = [
+    "BOUNDS",
     "METHODS",
     "CPC",
     "EWC",
@@ -39,4 +83,5 @@ __all__ = [
     "SI",
     "SSL",
     "Separate",
+    "parts_of",
 ]

@@ -1,34 +1,52 @@
-"""Connection-level plasticity control: the rule of NPC on single connections, the paper's own control experiment."""
+"""Connection-level plasticity control (Paik et al.): the rule of NPC for single connections."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.importance import precise
+from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.plastic import Plastic, is_plain_sgd
+from holdfast.methods.settings import Fraction, Positive
 from holdfast.plasticity import limit_, plastic_bits, plasticity
 
+Normalize = Literal["parameter", "model"]
 
-def connection_average(importance: Tensor, value: Tensor, gradient: Tensor, rate: float) -> Tensor:
-    """Eq. 2 to 4 for connections: |w dL/dw| over its mean in the parameter, as a moving average.
 
-    A parameter without a usable measurement (all zero, or not finite) keeps the importance it had.
+def connection_average(importance: Tensor, measured: Tensor, mean: Tensor, rate: float) -> Tensor:
+    """Eq. 3 and 4 for connections: C <- (1 - rate) C + rate c / mean(c), with importance C and measurement c.
 
-    >>> connection_average(torch.zeros(2), torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0]), rate=0.5)
+    If the measurement is all zero or not finite, the importance stays the same.
+
+    >>> measured = torch.tensor([1.0, 3.0])
+    >>> connection_average(torch.zeros(2), measured, measured.mean(), rate=0.5)
     tensor([0.2500, 0.7500])
     """
-    measured = (value.to(importance) * gradient.to(importance)).abs()
-    mean = measured.mean()
     average = torch.lerp(importance, measured / mean, rate)
     return torch.where((mean > 0) & (mean < torch.inf), average, importance)
 
 
-def measure_(importances: Sequence[Tensor], values: Sequence[Tensor], slopes: Sequence[Tensor], rate: float) -> None:
-    """`connection_average` of several parameters, in place."""
-    for importance, value, slope in zip(importances, values, slopes, strict=True):
-        importance.copy_(connection_average(importance, value, slope, rate))
+def measure_(
+    importances: Sequence[Tensor],
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    rate: float,
+    normalize: Normalize,
+) -> None:
+    """Update the importances of several parameters in place: eq. 2 to 4 with |w dL/dw| as the measurement."""
+    measured = [
+        (value.to(importance) * gradient.to(importance)).abs()
+        for importance, value, gradient in zip(importances, values, gradients, strict=True)
+    ]
+    means = [each.mean() for each in measured]
+    if normalize == "model":
+        total = torch.stack([each.sum() for each in measured]).sum()
+        means = [total / sum(each.numel() for each in measured)] * len(measured)
+    for importance, each, mean in zip(importances, measured, means, strict=True):
+        importance.copy_(connection_average(importance, each, mean, rate))
 
 
 def limit_all_(
@@ -38,31 +56,43 @@ def limit_all_(
     beta: float,
     gain: float,
 ) -> None:
-    """In place, only so much of every change as the importance of its connections allows."""
+    """Scale every change, in place, by the plasticity of its connections (eq. 10 and 11)."""
     for i, (importance, tensor) in enumerate(zip(importances, changing, strict=True)):
         share = plasticity(importance, beta=beta, gain=gain).to(tensor.dtype)
         limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
 
 
 def control_(
-    importances: Sequence[Tensor], values: Sequence[Tensor], slopes: Sequence[Tensor], knobs: tuple[float, float, float]
+    importances: Sequence[Tensor],
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    settings: tuple[float, float, float],
+    normalize: Normalize,
 ) -> None:
-    """In place, the new importances, and of every slope only so much as they allow; at once, to read all of it once."""
-    rate, beta, gain = knobs
-    measure_(importances, values, slopes, rate)
-    limit_all_(importances, slopes, None, beta, gain)
+    """Update the importances and scale the gradients, in place: a single pass if compiled."""
+    rate, beta, gain = settings
+    measure_(importances, values, gradients, rate, normalize)
+    limit_all_(importances, gradients, None, beta, gain)
 
 
 class CPC(Plastic):
-    """Wraps an optimizer so that each connection changes by its plasticity times what the optimizer alone would do.
+    """Changes each connection by its plasticity times the change of the wrapped optimizer.
+
+    For connection w with gradient g, at every step:
+
+        c = |w g|;   C <- (1 - rate) C + rate c / mean(c);   s = min(1, gain sqrt(max(sqrt(beta / C) - 1, 0)))
+
+    and w changes by s times the full change. Source: Paik, Oh, Kwak, Kim, "Overcoming Catastrophic Forgetting by
+    Neuron-level Plasticity Control", the control experiment: eq. 2 to 4, 10 and 11 with connections as neurons.
 
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters. Its learning rate is that of a fully plastic connection.
-        beta: the importance from which a connection is frozen; the mean importance in a parameter is 1.
+        beta: the importance at which a connection freezes; the mean importance is 1.
         rate: the weight of the newest measurement in the moving average of importance.
-        gain: the slope of plasticity in importance.
-        free: modules that keep the full learning rate, the task heads above all.
+        gain: the factor of plasticity below its maximum of 1.
+        normalize: the set of connections whose mean importance is 1: those of a "parameter", or of the whole "model".
+        free: modules that keep the full learning rate, above all the task heads.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = CPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
@@ -71,17 +101,23 @@ class CPC(Plastic):
     {'0.weight': (8, 4), '0.bias': (8,)}
     """
 
+    remembers: ClassVar = {"_importance": AS_BEFORE}
+
+    normalize: Normalize
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        beta: float = 0.7,
-        rate: float = 5e-4,
-        gain: float = 1.0,
+        beta: Positive = 0.7,
+        rate: Fraction = 5e-4,
+        gain: Positive = 1.0,
+        normalize: Normalize = "parameter",
         free: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
+        self._set(normalize=normalize)
         controlled = self._trained() - self._free
         self._parameters = {name: p for name, p in self.model.named_parameters() if p in controlled}
         if not self._parameters:
@@ -97,7 +133,7 @@ class CPC(Plastic):
         return {name: values.clone() for name, values in self._importance.items()}
 
     def _update(self) -> None:
-        moving, importances, slopes = [], [], []
+        moving, importances, gradients = [], [], []
         for name, p in self._parameters.items():
             if p.grad is not None:
                 if p.grad.is_sparse:
@@ -105,15 +141,13 @@ class CPC(Plastic):
                 self._importance[name] = self._importance[name].to(p.device)
                 moving.append(p)
                 importances.append(self._importance[name])
-                slopes.append(p.grad)
+                gradients.append(p.grad)
         values = [p.detach() for p in moving]
         if is_plain_sgd(self.wrapped):
-            self._fused(control_, moving)(importances, values, slopes, (self.rate, self.beta, self.gain))
+            settings = self.rate, self.beta, self.gain
+            self._compiled(control_, moving)(importances, values, gradients, settings, self.normalize)
             self.wrapped.step()
             return
-        self._fused(measure_, moving)(importances, values, slopes, self.rate)
-        limit = self._fused(limit_all_, moving)
+        self._compiled(measure_, moving)(importances, values, gradients, self.rate, self.normalize)
+        limit = self._compiled(limit_all_, moving)
         self._limited_step(moving, lambda changing, before: limit(importances, changing, before, self.beta, self.gain))
-
-    def _restore(self, importance: Mapping[str, Tensor]) -> None:
-        self._importance = {name: importance[name].to(old, copy=True) for name, old in self._importance.items()}

@@ -1,14 +1,15 @@
-"""Elastic weight consolidation (Kirkpatrick et al., 2017)."""
+"""Elastic Weight Consolidation (Kirkpatrick et al., 2017)."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.methods.anchor import Form, Sampled
-from holdfast.persample import Batch, Objective, sum_over_samples
+from holdfast.methods.settings import Count, NonNegative
+from holdfast.samples import Batch, Objective, sum_over_samples
 
 Labels = Literal["true", "exact"]
 
@@ -19,7 +20,7 @@ def log_likelihood(outputs: Tensor, label: Tensor) -> Tensor:
 
 
 def expected_log_likelihoods(outputs: Tensor, label: Tensor) -> Tensor:
-    """One value per class, whose squared gradients add up to the Fisher information: sqrt(p) times log p."""
+    """The values sqrt(p) log p, one per class, with sqrt(p) constant: their squared gradients sum to the Fisher."""
     log_p = _log_probabilities(outputs)
     return log_p.detach().exp().sqrt() * log_p
 
@@ -31,16 +32,23 @@ def _log_probabilities(outputs: Tensor) -> Tensor:
 
 
 class EWC(Sampled):
-    """Pulls each parameter to its old values, as strongly as the diagonal of the Fisher information says.
+    """Pulls each parameter to its old values, in proportion to the diagonal of the Fisher information.
+
+        F_k = mean over samples of (d log p(label | x) / d theta)^2          the importance for task k
+        penalty = strength sum_k F_k (theta - theta_k)^2                     theta_k: the values after task k
+
+    Source: Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 114(13), 2017, eq. 3.
+    Its lambda / 2 is `strength` here.
 
     Args:
         model: the model in training. It returns `[samples, classes]`, as for cross entropy.
         optimizer: an optimizer of its parameters.
-        strength: how strong the pull is, lambda in the literature.
-        labels: "true" takes the likelihood of the labels that come with the batches; "exact" its expectation under
-            the model over the active outputs, for which each of them costs a backward.
-        samples: how many samples of a task to measure on, the first ones of its batches; all if not given.
-        penalty: "proximal", stable at any strength, or "loss" for the textbook's term in the loss.
+        strength: the strength of the pull.
+        labels: "true" takes the likelihood of the labels in the batches, the empirical Fisher information. "exact"
+            takes the expectation over labels under the model, at the cost of one backward per active output:
+            F_k = mean over samples of sum_c p(c | x) (d log p(c | x) / d theta)^2.
+        samples: the number of samples per task to measure on, the first of its batches; all if None.
+        form: "proximal", stable at any strength, or "loss" for the paper's penalty in the loss.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = EWC(model, torch.optim.SGD(model.parameters(), lr=0.1), strength=10)
@@ -52,20 +60,20 @@ class EWC(Sampled):
     {'weight': (2, 4), 'bias': (2,)}
     """
 
+    labels: Labels
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        strength: float = 100.0,
+        strength: NonNegative = 100.0,
         labels: Labels = "true",
-        samples: int | None = None,
-        penalty: Form = "proximal",
+        samples: Count = None,
+        form: Form = "proximal",
     ) -> None:
-        super().__init__(model, optimizer, strength=strength, samples=samples, penalty=penalty)
-        if labels not in get_args(Labels):
-            raise ValueError(f'labels must be "true" or "exact", got {labels!r}')
-        self.labels: Labels = labels
+        super().__init__(model, optimizer, strength=strength, samples=samples, form=form)
+        self._set(labels=labels)
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         measured = self._samples(batches)
@@ -80,19 +88,12 @@ class EWC(Sampled):
     def _squares(self, batches: Iterable[Batch], objective: Objective, active: list[int] | None) -> dict[str, Tensor]:
         return self._mean(*sum_over_samples(self.model, self._parameters(), batches, objective, torch.square, active))
 
-    def _memory(self) -> dict[str, Any]:
-        return {**super()._memory(), "labels": self.labels}
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        super()._remember(memory)
-        self.labels = memory["labels"]
-
     def _with_labels(
         self, batches: Iterable[Batch], active: list[int] | None, ranges: list[tuple[Tensor, int]]
     ) -> Iterator[Batch]:
-        """The batches with labels that can be used; their lowest and highest go to `ranges`, to be checked.
+        """Iterate over the batches, with labels clamped to the range of classes. The true ranges go to `ranges`.
 
-        Those of the first batch are checked at once. To look at the others now would be to wait for the device.
+        Only the first batch is checked at once, the others at the end: each check synchronizes with the device.
         """
         for batch in batches:
             classes = len(active) if active is not None else batch.part(0, 1).outputs(self.model).shape[-1]

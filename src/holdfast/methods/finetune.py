@@ -1,7 +1,11 @@
-"""Fine-tuning: the wrapped optimizer and nothing else, which is what every other method has to beat."""
+"""Fine-tuning: the wrapped optimizer and nothing else. A method's worth is its margin over this."""
+
+from typing import ClassVar
 
 from holdfast.methods.method import Method
 
 
 class FineTune(Method):
-    """The bare optimizer, with the calls of a method."""
+    """The bare optimizer, with the interface of a method."""
+
+    alone: ClassVar = True

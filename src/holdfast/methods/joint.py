@@ -1,27 +1,28 @@
-"""Joint training: all tasks seen so far in every step, the usual upper bound."""
+"""Joint training: all tasks seen so far in every step, the common upper bound."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.methods.method import Method
-from holdfast.persample import device_of, output_nodes, read, select
+from holdfast.methods.memory import Kind
+from holdfast.methods.method import Method, Needs
+from holdfast.samples import device_of, output_nodes, read, select
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class _Task:
-    """The batches of a finished task, again and again."""
+    """Endless batches of a finished task."""
 
     batches: Iterable[Any]
     active: list[int] | None
-    drawn: int = 0  # of the present round
+    drawn: int = 0  # in the current pass
     source: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def draw(self) -> Any:
@@ -30,7 +31,7 @@ class _Task:
             self.start_at(0)
             batch = next(self.source, None)
         if batch is None:
-            raise ValueError("a finished task has no batches left: joint training needs them for as long as it goes on")
+            raise ValueError("a finished task has no more batches: joint training reads them in many passes")
         self.drawn += 1
         return batch
 
@@ -38,17 +39,35 @@ class _Task:
         self.source, self.drawn = islice(self.batches, drawn, None), drawn
 
 
+class _Drawn(Kind):
+    """Positions in the batches of finished tasks. A state_dict does not hold the batches themselves."""
+
+    def check(self, method: Method, attribute: str, saved: Any) -> None:
+        present = len(getattr(method, attribute))
+        if len(saved) != present:
+            raise ValueError(
+                f"this state_dict was saved after {len(saved)} finished tasks, without their data, but there are "
+                f"{present} here: call consolidate() with the batches of each, then load it"
+            )
+
+
 class Joint(Method):
     """Steps along the mean gradient of the current task and of all finished ones, whose batches it keeps.
 
-    `penalty` is the loss of the finished tasks, on the next batch of each. It is an upper bound for the other methods,
-    not one of them: it needs all the old data.
+        g = (g_current + sum over finished tasks k of g_k) / (number of tasks)
+
+    `penalty` is the loss of the finished tasks on the next batch of each. Joint training needs all old data: it is an
+    upper bound for the other methods, not a rival.
 
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters.
         criterion: the loss of a task, from its active outputs and its labels.
     """
+
+    needs: ClassVar = Needs(data=True, old_data=True)
+    remembers: ClassVar = {"_drawn": _Drawn()}
+    alone: ClassVar = True
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, criterion: Criterion = nn.functional.cross_entropy
@@ -57,18 +76,18 @@ class Joint(Method):
         self.criterion = criterion
         self._tasks: list[_Task] = []
 
-    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
-        """Keep the finished task's batches, which must be iterable again and again: a list, a DataLoader."""
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+        """Keep the batches of the finished task. They must allow many passes: a list, a DataLoader."""
         if iter(batches) is batches:
-            raise TypeError("joint training goes through the batches many times: give a list or a DataLoader")
+            raise TypeError("joint training reads the batches in many passes: give a list or a DataLoader")
         self._tasks.append(_Task(batches, output_nodes(active)))
 
     @property
-    def repeatable(self) -> bool:
-        return not self._tasks  # whose batches come from wherever the user keeps them
+    def _recordable(self) -> bool:
+        return not self._tasks  # their batches come from the host
 
     @property
-    def _acts_through_loss(self) -> bool:
+    def _adds_penalty(self) -> bool:
         return bool(self._tasks)
 
     def _penalty(self) -> Tensor:
@@ -82,19 +101,15 @@ class Joint(Method):
 
     def _update(self) -> None:
         gradients = [p.grad for p in self._trained() if p.grad is not None]
-        torch._foreach_div_(gradients, len(self._tasks) + 1)  # from the tasks' sum to their mean
+        torch._foreach_div_(gradients, len(self._tasks) + 1)  # from the sum over tasks to the mean
         super()._update()
 
-    def _memory(self) -> dict[str, Any]:
-        return {"drawn": [task.drawn for task in self._tasks]}
+    @property
+    def _drawn(self) -> list[int]:
+        """The number of batches drawn from each finished task in its current pass."""
+        return [task.drawn for task in self._tasks]
 
-    def _check_memory(self, memory: dict[str, Any]) -> None:
-        if len(memory["drawn"]) != len(self._tasks):
-            raise ValueError(
-                f"this state_dict was made after {len(memory['drawn'])} finished tasks, whose data it does not hold, "
-                f"and there are {len(self._tasks)} here: call consolidate() with the batches of each, then load it"
-            )
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        for task, drawn in zip(self._tasks, memory["drawn"], strict=True):
-            task.start_at(drawn)
+    @_drawn.setter
+    def _drawn(self, drawn: list[int]) -> None:
+        for task, count in zip(self._tasks, drawn, strict=True):
+            task.start_at(count)

@@ -1,18 +1,20 @@
-"""Learning without forgetting (Li and Hoiem, 2016)."""
+"""Learning without Forgetting (Li and Hoiem, 2016)."""
 
 import copy
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.hooks import Hook, inside_transform
 from holdfast.importance import precise
-from holdfast.methods.method import Method, check_shapes, number
-from holdfast.persample import device_of, output_nodes, select
+from holdfast.methods.memory import BY_MODEL, PLAIN
+from holdfast.methods.method import Method
+from holdfast.methods.settings import NonNegative, Positive
+from holdfast.samples import device_of, output_nodes, select
+from holdfast.taps import CallTap
 
 
 def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:
@@ -25,25 +27,20 @@ def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:
     return temperature**2 * nn.functional.kl_div(log_new, log_old, reduction="batchmean", log_target=True)
 
 
-class _Ear(Hook):
-    """Keeps what the model was last given, and what it answered, in a forward that is to be learnt from."""
-
-    def __init__(self) -> None:
-        self.heard: tuple[tuple[Any, ...], dict[str, Any], Tensor] | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.is_grad_enabled() and not inside_transform():
-            self.heard = args, kwargs, output
-
-
 class LwF(Method):
-    """Keeps the answers of the earlier tasks' heads, on the current images, close to those from before the task.
+    """Keeps the outputs of earlier heads on the current inputs close to those of the model before the task, f_old.
+
+        penalty = weight sum over earlier heads h of T^2 KL(softmax(f_old_h / T) || softmax(f_h / T))
+
+    Source: Li, Hoiem, "Learning without Forgetting", ECCV 2016. The paper's cross entropy has the same gradient without
+    the factor T^2, which keeps the size of the gradient nearly independent of T (Hinton, Vinyals, Dean, "Distilling the
+    Knowledge in a Neural Network", 2015).
 
     Args:
         model: the model in training. It returns `[samples, outputs]` and does not change its inputs in place.
         optimizer: an optimizer of its parameters.
-        weight: the weight of the old answers in the loss.
-        temperature: softens the answers, so that the unlikely ones count too.
+        weight: the weight of the old outputs in the loss, lambda_o in the paper.
+        temperature: T, which softens the outputs so that unlikely classes count too.
 
     >>> model = nn.Linear(4, 4)
     >>> optimizer = LwF(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -54,22 +51,26 @@ class LwF(Method):
     ...     optimizer.consolidate([(x, y)], active)  # the task is finished; its data are not needed
     """
 
+    remembers: ClassVar = {"_heads": PLAIN, "_teacher": BY_MODEL}
+    searched: ClassVar = "weight"
+
+    weight: float
+    temperature: float
+
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, weight: float = 1.0, temperature: float = 2.0
+        self, model: nn.Module, optimizer: Optimizer, *, weight: NonNegative = 1.0, temperature: Positive = 2.0
     ) -> None:
         super().__init__(model, optimizer)
-        self.weight = number("weight", weight)
-        self.temperature = number("temperature", temperature, above=0)
-        self._teacher: nn.Module | None = None
+        self._set(weight=weight, temperature=temperature)
+        self._old: nn.Module | None = None
         self._heads: list[list[int] | None] = []
-        self._ear = _Ear()
-        self._handle = self.model.register_forward_hook(self._ear, with_kwargs=True)
-        weakref.finalize(self, self._handle.remove).atexit = False
+        self._tap = CallTap(self.model)
+        weakref.finalize(self, self._tap.close).atexit = False
 
-    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
         nodes = output_nodes(active)
-        self._teacher = self._copy()
-        if nodes not in self._heads:  # tasks that share a head share its old answers
+        self._old = self._copy()
+        if nodes not in self._heads:  # tasks that share a head share its old outputs
             self._heads.append(nodes)
 
     def _copy(self) -> nn.Module:
@@ -78,49 +79,43 @@ class LwF(Method):
         return copy.deepcopy(self.model, {id(v): v.detach() for v in computed}).eval().requires_grad_(False)
 
     @property
-    def _acts_through_loss(self) -> bool:
-        return self._teacher is not None
+    def _adds_penalty(self) -> bool:
+        return self._old is not None
 
     def _penalty(self) -> Tensor:
-        heard, self._ear.heard = self._ear.heard, None
+        call = self._tap.take()
         total = super()._penalty()
-        if self._teacher is None:
+        if self._old is None:
             return total
-        if heard is None:
+        if call is None:
             raise ValueError("penalty() needs a forward before it: loss = criterion(model(x), y) + optimizer.penalty()")
-        inputs, keywords, new = heard
-        if device_of(self._teacher) != device_of(self.model):
-            self._teacher.to(device_of(self.model))
+        if device_of(self._old) != device_of(self.model):
+            self._old.to(device_of(self.model))
         with torch.no_grad():
-            old = self._teacher(*inputs, **keywords)
+            old = self._old(*call.args, **call.kwargs)
+        new = call.output
         if isinstance(new, Tensor) and new.dim() != 2:
-            raise ValueError(f"LwF needs a model that returns [samples, outputs], this one returns {tuple(new.shape)}")
+            raise ValueError(f"LwF needs a model that returns [samples, outputs], got {tuple(new.shape)}")
         for head in self._heads:
             total = total + distillation(select(new, head), select(old, head), self.temperature)
         return self.weight * total
 
     def _update(self) -> None:
         super()._update()
-        if not self._acts_through_loss:
-            self._ear.heard = None  # which no one has asked for, and is not to be kept for longer
+        if not self._adds_penalty:
+            self._tap.take()  # free the memory
 
-    def close(self) -> None:
-        self._handle.remove()
-        self._ear.heard = None
-        super().close()
+    def _close(self) -> None:
+        self._tap.close()
 
-    def _memory(self) -> dict[str, Any]:
-        teacher = None if self._teacher is None else copy.deepcopy(self._teacher.state_dict())
-        return {"weight": self.weight, "temperature": self.temperature, "heads": list(self._heads), "teacher": teacher}
+    @property
+    def _teacher(self) -> dict[str, Tensor] | None:
+        """The state_dict of the model before the task."""
+        return None if self._old is None else self._old.state_dict()
 
-    def _check_memory(self, memory: dict[str, Any]) -> None:
-        if memory["teacher"] is not None:  # whose heads may be fewer than the model's are now
-            ours = {name: value for name, value in self.model.state_dict().items() if name in memory["teacher"]}
-            check_shapes(memory["teacher"], ours)
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        self.weight, self.temperature, self._heads = memory["weight"], memory["temperature"], list(memory["heads"])
-        self._teacher = None
-        if memory["teacher"] is not None:
-            self._teacher = self._copy()
-            self._teacher.load_state_dict(memory["teacher"], strict=False)
+    @_teacher.setter
+    def _teacher(self, state: Mapping[str, Tensor] | None) -> None:
+        self._old = None
+        if state is not None:
+            self._old = self._copy()
+            self._old.load_state_dict(state, strict=False)  # the model may have grown

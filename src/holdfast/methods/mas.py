@@ -1,29 +1,37 @@
-"""Memory aware synapses (Aljundi et al., 2018)."""
+"""Memory Aware Synapses (Aljundi et al., 2018)."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.methods.anchor import Form, Sampled
-from holdfast.persample import sum_over_samples
+from holdfast.methods.settings import Count, NonNegative
+from holdfast.samples import sum_over_samples
 
 
 def squared_norm(outputs: Tensor, label: Tensor) -> Tensor:
+    """The squared length of a sample's outputs."""
     return outputs.square().sum().view(1)
 
 
 class MAS(Sampled):
-    """Pulls each parameter to its old values, as strongly as the outputs' squared length depends on it.
+    """Pulls each parameter to its old values, in proportion to the sensitivity of the outputs to it.
+
+        W_k = mean over samples of |d ||f(x)||^2 / d theta|                  the importance for task k
+        penalty = strength sum_k W_k (theta - theta_k)^2                     theta_k: the values after task k
+
+    Source: Aljundi, Babiloni, Elhoseiny, Rohrbach, Tuytelaars, "Memory Aware Synapses: Learning what (not) to forget",
+    ECCV 2018.
 
     Args:
         model: the model in training. It returns one tensor, with the output nodes along axis 1.
         optimizer: an optimizer of its parameters.
-        strength: how strong the pull is.
-        samples: how many samples of a task to measure on, the first ones of its batches; all if not given.
-        penalty: "proximal", stable at any strength, or "loss" for the textbook's term in the loss.
+        strength: the strength of the pull, lambda in the paper.
+        samples: the number of samples per task to measure on, the first of its batches; all if None.
+        form: "proximal", stable at any strength, or "loss" for the paper's penalty in the loss.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = MAS(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -33,16 +41,18 @@ class MAS(Sampled):
     {'weight': (2, 4), 'bias': (2,)}
     """
 
+    role: ClassVar = "the pull of MAS"
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        strength: float = 1.0,
-        samples: int | None = None,
-        penalty: Form = "proximal",
+        strength: NonNegative = 1.0,
+        samples: Count = None,
+        form: Form = "proximal",
     ) -> None:
-        super().__init__(model, optimizer, strength=strength, samples=samples, penalty=penalty)
+        super().__init__(model, optimizer, strength=strength, samples=samples, form=form)
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         measured, parameters = self._samples(batches), self._parameters()

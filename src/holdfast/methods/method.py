@@ -1,9 +1,8 @@
-"""What all methods have in common: each is an optimizer around another optimizer."""
+"""The contract of all methods: each is an optimizer around another optimizer."""
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -13,10 +12,34 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from holdfast.fast import compiled
-from holdfast.persample import device_of
+from holdfast.compiling import compiled
+from holdfast.errors import warn
+from holdfast.methods import memory
+from holdfast.methods.settings import checked, settings_of
+from holdfast.samples import device_of
 
-_MEMORY = "holdfast"
+KEY = "holdfast"
+"""The entry of the first parameter group in a state_dict under which a method keeps its memory."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of a method, to be met by the training loop."""
+
+    heads: bool = False
+    """Its setting `free` takes the task heads."""
+    example: bool = False
+    """Its setting `example` takes a batch of inputs, if the model is compiled before the first step."""
+    data: bool = False
+    """`consolidate` reads the batches of the finished task."""
+    old_data: bool = False
+    """The batches given to `consolidate` are read until the end of training. To resume, they are given again."""
+    fresh_model: bool = False
+    """Every task starts from a fresh model, so a finished task is evaluated at its end only."""
+
+    def __or__(self, other: "Needs") -> "Needs":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Needs(*(ours or theirs for ours, theirs in pairs))
 
 
 class Method(Optimizer):
@@ -29,48 +52,102 @@ class Method(Optimizer):
         loss.backward()
         method.step()
 
-    and, when a task is finished, `method.consolidate(batches, active)`. A method says in `_update` what it makes of a
-    step, in `_penalty` what it adds to the loss and in `_acts_through_loss` when that is not zero, in `consolidate`
-    what it does at a task's end, and in `_memory`, `_check_memory` and `_remember` what it remembers. Where it says
-    nothing, it is the wrapped optimizer.
+    and, at the end of a task, `method.consolidate(batches, active)`.
+
+    The wrapped optimizer may be another method: penalties add up, all parts consolidate, and states nest.
+
+    A subclass declares its settings in the signature of its constructor, its needs in `needs`, and its memory in
+    `remembers`. It overrides `_update` (a step), `_penalty` and `_adds_penalty` (a term of the loss), `_consolidate`
+    (the end of a task), `_recordable` and `_close` where it differs from the wrapped optimizer.
     """
+
+    needs: ClassVar[Needs] = Needs()
+    remembers: ClassVar[Mapping[str, memory.Kind]] = {}
+    """The attributes in a state_dict besides the settings, each with its kind."""
+    searched: ClassVar[str] = "lr"
+    """The setting that a search varies by default."""
+    role: ClassVar[str] = ""
+    """The quantity that the method controls, if two methods cannot both control it."""
+    alone: ClassVar[bool] = False
+    """Whether the method cannot be combined with others."""
 
     wrapped: Optimizer
     model: nn.Module
-    looks_at_activations: ClassVar[bool] = False
-    """Whether it looks at the outputs of the model's activation modules."""
-    fuse: bool = False
-    """Whether its own part of a step is compiled on a GPU, where many small operations take long.
-
-    NPC's is in any case, if the model is compiled.
-    """
+    compile: bool = False
+    """Whether to compile its own part of a step on a GPU, where launching many small operations is slow."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, Method):
-            raise TypeError(f"optimizer is already a holdfast {type(optimizer).__name__}: wrap the optimizer inside it")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError("LBFGS evaluates the model many times in one step: wrap a first-order optimizer instead")
         if isinstance(model, DataParallel):
             raise TypeError("torch.nn.DataParallel is not supported: use DistributedDataParallel")
         self.wrapped = optimizer
         self.model = bare(model)
+        self._check_wrapped()
+        # Weak: a wrapper keeps its process group.
+        self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._started = False
+        self._closed = False
+        self._penalty_taken = False
+        self.__setstate__({})  # Optimizer's own setup, without parameter groups: they are the wrapped optimizer's
+
+    def _check_wrapped(self) -> None:
         if self._trained().isdisjoint(self.model.parameters()):
             raise ValueError(
                 "the optimizer holds none of the model's parameters: build it from this model's parameters(), after "
                 "any step that replaces them"
             )
-        # Weak, because a wrapper holds on to its process group.
-        self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
-        self._started = False
-        self._closed = False
-        self._penalty_taken = False
-        self.__setstate__({})  # Optimizer's own preparations, less the parameter groups, which are the wrapped one's
+        inner = self._inner
+        if inner is None:
+            return
+        self.check_combination([type(part) for part in inner.parts.values()])
+        if inner.model is not self.model:
+            raise ValueError(f"the inner {type(inner).__name__} belongs to another model: build both for the same one")
+        if inner._closed:
+            raise ValueError(f"the inner {type(inner).__name__} is closed: build a new one")
 
-    # ---- an optimizer like the one inside ----
+    @classmethod
+    def check_combination(cls, inner: Sequence["type[Method]"]) -> None:
+        """Raise a ValueError if this method cannot wrap the `inner` ones."""
+        for kind in inner:
+            reason = None
+            if kind is cls:
+                reason = "one of them is enough"
+            elif cls.alone or kind.alone:
+                reason = f"{(cls if cls.alone else kind).__name__} works alone"
+            elif cls.role and cls.role == kind.role:
+                reason = f"both control {cls.role}"
+            if reason is not None:
+                raise ValueError(f"{cls.__name__} and {kind.__name__} cannot be combined: {reason}")
+
+    def _set(self, **settings: Any) -> None:
+        """Check settings against the declarations in the constructor, and keep them as attributes."""
+        for name, value in settings.items():
+            setattr(self, name, checked(type(self), name, value))
+
+    # ---- composition ----
+
+    @property
+    def _inner(self) -> "Method | None":
+        return self.wrapped if isinstance(self.wrapped, Method) else None
+
+    @property
+    def parts(self) -> "dict[str, Method]":
+        """All methods of the stack, the outermost first, by the lower-case names of their classes."""
+        inner = self._inner
+        return {type(self).__name__.lower(): self} | ({} if inner is None else inner.parts)
+
+    @property
+    def all_needs(self) -> Needs:
+        """The needs of all parts together."""
+        inner = self._inner
+        return self.needs if inner is None else self.needs | inner.all_needs
+
+    # ---- an optimizer like the wrapped one ----
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -105,71 +182,206 @@ class Method(Optimizer):
     def _trained(self) -> set[nn.Parameter]:
         return {parameter for group in self.param_groups for parameter in group["params"]}
 
-    # ---- what a method does ----
+    # ---- a step ----
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step along the gradients that have come in."""
+        """Take one step along the accumulated gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         name = type(self).__name__
         if self._closed:
-            raise ValueError(f"this {name} is closed: build a new one, or go on with the optimizer that it wrapped")
+            raise ValueError(f"this {name} is closed: build a new one, or use the wrapped optimizer")
+        penalty_missing = self._adds_penalty and not self._penalty_taken
+        if (penalty_missing or not self._started) and self._is_dry_run():
+            self.wrapped.step()
+            return loss
         if not self._started and all(parameter.grad is None for parameter in self._trained()):
             raise ValueError(
                 "step() came before any backward(): there is no gradient to step along; call loss.backward() first"
             )
-        if self._acts_through_loss and not self._penalty_taken:
+        if penalty_missing:
             raise ValueError(
-                f"the term of {name} is missing from the loss: loss = criterion(model(x), y) + optimizer.penalty()"
+                f"the penalty of {name} is missing from the loss: loss = criterion(model(x), y) + optimizer.penalty()"
             )
         self._update()
         self._started, self._penalty_taken = True, False
         return loss
 
+    def _is_dry_run(self) -> bool:
+        """Whether all learning rates are 0: `torch.distributed.checkpoint` initializes the state by such a step."""
+        return all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+
     def _update(self) -> None:
         self.wrapped.step()
 
-    def _fused(self, function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
-        """A part of the step, compiled if it is to be and the tensors that it works on are on a GPU."""
-        return compiled(function) if self.fuse and all(tensor.is_cuda for tensor in tensors) else function
+    def _compiled(self, function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
+        """Compile a part of the step if `compile` is set and all its tensors are on a GPU."""
+        return compiled(function) if self.compile and all(tensor.is_cuda for tensor in tensors) else function
+
+    @property
+    def recordable(self) -> bool:
+        """Whether all steps until the end of the task are the same operations on the same tensors.
+
+        Such steps can be captured as one CUDA graph.
+        """
+        return self._recordable and (self._inner is None or self._inner.recordable)
+
+    @property
+    def _recordable(self) -> bool:
+        return True
+
+    # ---- the loss ----
 
     def penalty(self) -> Tensor:
         """The term to add to the loss; zero for methods that do not act through the loss."""
         self._penalty_taken = True
-        maximizing = any(group.get("maximize") for group in self.param_groups)
-        return -self._penalty() if maximizing else self._penalty()
+        term = self._penalty()
+        if any(group.get("maximize") for group in self.param_groups):
+            term = -term
+        return term if self._inner is None else term + self._inner.penalty()
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a step would now be wrong without `penalty` in the loss."""
+        return self._adds_penalty or (self._inner is not None and self._inner.has_penalty)
 
     def _penalty(self) -> Tensor:
         return torch.zeros((), device=device_of(self.model))
 
     @property
-    def repeatable(self) -> bool:
-        """Whether every step until the end of the task is the same operations on the same tensors, so that it may be
-        recorded as a CUDA graph.
-        """
-        return True
-
-    @property
-    def _acts_through_loss(self) -> bool:
-        """Whether a step would now be wrong without `penalty` in the loss."""
+    def _adds_penalty(self) -> bool:
         return False
+
+    # ---- the end of a task ----
 
     def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
         """Finish a task.
 
         Args:
-            batches: the task's batches, as `(inputs, labels)`; labels count within the task.
-            active: the output nodes of the task, all of them if not given.
+            batches: the batches of the task, as `(inputs, labels)`; labels count within the task.
+            active: the output nodes of the task; all by default.
         """
+        readers = [part for part in self.parts.values() if part.needs.data]
+        if len(readers) > 1 and iter(batches) is batches:
+            names = " and ".join(type(part).__name__ for part in readers)
+            raise TypeError(f"{names} each read all batches: give a list or a DataLoader, not an iterator")
+        active = None if active is None else list(active)
+        for part in self.parts.values():
+            part._consolidate(batches, active)
 
-    # ---- an end to it ----
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+        pass
+
+    def _sum_over_processes(self, tensors: Iterable[Tensor]) -> bool:
+        """Sum tensors in place over the processes that train this model. Return whether there are several."""
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=wrapper.process_group)
+        elif several_processes():
+            warn(
+                "several processes are running, but the model was given without its DistributedDataParallel, so each "
+                f"process consolidates alone; if they train one model, give {type(self).__name__} that wrapper"
+            )
+        return wrapper is not None
+
+    # ---- importance ----
+
+    @property
+    def importance(self) -> dict[str, Tensor]:
+        """The importance of parameters or neurons, by name; that of the inner method if this one has none."""
+        return {} if self._inner is None else self._inner.importance
+
+    @property
+    def neuron_importance(self) -> dict[str, Tensor]:
+        """The importance of single neurons, by layer; empty if no part measures it."""
+        return {} if self._inner is None else self._inner.neuron_importance
+
+    @property
+    def plasticity(self) -> dict[str, Tensor]:
+        """The share of the learning rate that is left, by name; empty if no part controls it."""
+        return {} if self._inner is None else self._inner.plasticity
+
+    # ---- memory ----
+
+    def memory(self) -> dict[str, int]:
+        """The size of all tensors kept between steps, in bytes, by name."""
+        parts, kept = self.parts, {}
+        for part, method in parts.items():
+            for attribute, name in method._remembered.items():
+                if tensors := memory.tensors_in(getattr(method, attribute)):
+                    kept[name if len(parts) == 1 else f"{part}.{name}"] = sum(tensor.nbytes for tensor in tensors)
+        return kept
+
+    @property
+    def _remembered(self) -> dict[str, str]:
+        """The names in a state_dict of the attributes in `remembers`."""
+        return {attribute: attribute.lstrip("_") for attribute in self.remembers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer and the memory of the method, in the first parameter group."""
+        state = self.wrapped.state_dict()
+        first, *others = state["param_groups"]
+        own: dict[str, Any] = {"method": type(self).__name__}
+        own |= {name: getattr(self, name) for name in settings_of(type(self))}
+        own |= {name: memory.copied(getattr(self, attribute)) for attribute, name in self._remembered.items()}
+        own["tensors"] = self._count(own)
+        if KEY in first:
+            own["wrapped"] = first[KEY]
+        return {**state, "param_groups": [{**first, KEY: own}, *others]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state. If it does not fit, an error is raised and nothing changes."""
+        saved, rest = self._split_state(state_dict)
+        self._check_memory(saved)
+        self.wrapped.load_state_dict(rest)
+        self._set(**{name: saved[name] for name in settings_of(type(self))})
+        for attribute, name in self._remembered.items():
+            setattr(self, attribute, self.remembers[attribute].restored(self, attribute, saved[name]))
+
+    def _split_state(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split a state_dict into the memory of this method and the state_dict of the wrapped optimizer."""
+        groups = state_dict.get("param_groups") or [{}]
+        if KEY not in groups[0]:
+            raise ValueError(
+                "this state_dict was not made by a holdfast method: its first parameter group has no "
+                f"{KEY!r}; load it into the optimizer before wrapping it"
+            )
+        first = dict(groups[0])
+        saved = first.pop(KEY)
+        if "wrapped" in saved:
+            first[KEY] = saved["wrapped"]
+        return saved, {**state_dict, "param_groups": [first, *groups[1:]]}
+
+    def _check_memory(self, saved: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the memory does not fit this method and its model."""
+        if saved["method"] != type(self).__name__:
+            raise ValueError(f"this state_dict was made by {saved['method']}, not by {type(self).__name__}")
+        for attribute, name in self._remembered.items():
+            self.remembers[attribute].check(self, attribute, saved[name])
+        if (count := self._count(saved)) != saved["tensors"]:
+            raise ValueError(
+                f"this state_dict of {type(self).__name__} has {count} of the {saved['tensors']} tensors it was saved "
+                "with: load all of it, not only the entries that a new optimizer has"
+            )
+
+    def _count(self, saved: Mapping[str, Any]) -> int:
+        """The number of remembered tensors, to detect an incomplete state_dict."""
+        return sum(len(memory.tensors_in(saved[name])) for name in self._remembered.values())
+
+    # ---- closing ----
 
     def close(self) -> None:
-        """Take every hook off the model again."""
-        self._closed = True
+        """Remove all hooks from the model."""
+        for part in self.parts.values():
+            part._close()
+            part._closed = True
+
+    def _close(self) -> None:
+        pass
 
     def __enter__(self) -> Self:
         return self
@@ -179,35 +391,6 @@ class Method(Optimizer):
     ) -> None:
         self.close()
 
-    # ---- state ----
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and, beside it, what the method itself remembers."""
-        return {**self.wrapped.state_dict(), _MEMORY: {"method": type(self).__name__, **self._memory()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where the state_dict was taken. Nothing is changed if it does not fit."""
-        if _MEMORY not in state_dict:
-            raise ValueError(
-                f"this state_dict was not made by a holdfast method: it has {sorted(state_dict)} but no {_MEMORY!r}; "
-                "load it into the optimizer before wrapping it"
-            )
-        memory = state_dict[_MEMORY]
-        if memory["method"] != type(self).__name__:
-            raise ValueError(f"this state_dict was made by {memory['method']}, not by {type(self).__name__}")
-        self._check_memory(memory)
-        self.wrapped.load_state_dict({key: value for key, value in state_dict.items() if key != _MEMORY})
-        self._remember(memory)
-
-    def _memory(self) -> dict[str, Any]:
-        return {}
-
-    def _check_memory(self, memory: dict[str, Any]) -> None:
-        """Raise a ValueError if `memory` is not of this method and model."""
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        """Take back what `_memory` gave."""
-
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} belongs to one model in memory: save its state_dict() instead")
 
@@ -216,7 +399,7 @@ class Method(Optimizer):
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model itself, out of the wrappers of torch.compile and DistributedDataParallel."""
+    """The model inside the wrappers of torch.compile and DistributedDataParallel."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -230,29 +413,8 @@ def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def number(name: str, value: float, *, above: float | None = None, least: float = 0, most: float = math.inf) -> float:
-    """`value` as a float, if it is a finite number above `above` (or at least `least`) and at most `most`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    enough = value >= least if above is None else value > above
-    if not enough or not value <= most or math.isinf(value):
-        lower = f"at least {least:g}" if above is None else f"above {above:g}"
-        upper = "" if math.isinf(most) else f" and at most {most:g}"
-        raise ValueError(f"{name} must be {lower}{upper}, got {value!r}")
-    return float(value)
-
-
-def whole(name: str, value: int | None) -> int | None:
-    """`value`, if it is a whole number of at least 1 or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
-    if value is not None and value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
 def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> list[nn.Module]:
-    """The modules given as `argument`, if they are modules of this model."""
+    """Check that the modules given as `argument` belong to this model, and return them as a list."""
     if isinstance(given, nn.Module):
         given = [given]
     inside = set(model.modules())
@@ -264,18 +426,3 @@ def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> l
             raise ValueError(f"{argument} has a {type(module).__name__} that is not a module of this model: {module}")
         chosen.append(module)
     return chosen
-
-
-def check_shapes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise a ValueError if what a state_dict holds by name is not of the model that is here."""
-    for name in (*ours, *theirs):
-        here, there = (_shape(tensors.get(name)) for tensors in (ours, theirs))
-        if here != there:
-            raise ValueError(
-                f"this state_dict is of another model: it has {there} for {name!r}, this model has {here}; "
-                "build the model and the method as they were then"
-            )
-
-
-def _shape(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else "nothing" if value is None else "other data"

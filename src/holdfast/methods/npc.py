@@ -1,38 +1,50 @@
-"""Neuron-level plasticity control: important neurons learn more slowly (Algorithm 1 of the paper)."""
+"""Neuron-level plasticity control (Paik et al., Algorithm 1): important neurons learn more slowly."""
 
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.fast import compiled
+from holdfast.compiling import compiled
+from holdfast.errors import warn
 from holdfast.importance import layer_means, moving_average
-from holdfast.methods.method import several_processes
+from holdfast.methods.memory import AS_BEFORE
+from holdfast.methods.method import Needs, several_processes
 from holdfast.methods.plastic import Plastic
-from holdfast.neurons import Layer, Spread, find_layers
-from holdfast.observation import Observation
+from holdfast.methods.settings import Fraction, Positive
+from holdfast.neurons import Layer, Spread, find_layers, resolve_observe
 from holdfast.plasticity import limit_, plastic_bits, plasticity
+from holdfast.taps import ImportanceTaps
 
 
 class NPC(Plastic):
-    """Wraps an optimizer so that each neuron changes by its plasticity times what the optimizer alone would do.
+    """Changes each neuron by its plasticity times the change of the wrapped optimizer.
+
+    For neuron i with activation n_i, at every step:
+
+        c_i = mean over samples of |mean over positions of n_i dL/dn_i|             (eq. 2)
+        C_i <- (1 - rate) C_i + rate c_i / mean of c over the layer                 (eq. 3, 4)
+        s_i = min(1, gain sqrt(max(sqrt(beta / C_i) - 1, 0)))                       (eq. 10, 11)
+
+    and the neuron's parameters change by s_i times the full change. Source: Paik, Oh, Kwak, Kim, "Overcoming
+    Catastrophic Forgetting by Neuron-level Plasticity Control", Algorithm 1.
 
     Args:
-        model: the model in training; nothing is added to it but hooks, which `close` takes off again.
+        model: the model in training. It is hooked until `close`, and not changed otherwise.
         optimizer: an optimizer of its parameters. Its learning rate is that of a fully plastic neuron.
-        beta: the importance from which a neuron is frozen; a layer's mean importance is 1.
+        beta: the importance at which a neuron freezes; the mean importance of a layer is 1.
         rate: the weight of the newest measurement in the moving average of importance.
-        gain: the slope of plasticity in importance.
-        free: modules that keep the full learning rate, the task heads above all.
-        observe: where a layer's neurons are observed, as `{layer name: module name}`, if it cannot be found.
-        sample: one batch of inputs (a tensor, a tuple of arguments or a dict of keyword arguments). The places of
-            observation are then found at once instead of in the first training forward, as a model needs that is
-            compiled with `fullgraph=True` before its first step.
+        gain: the factor of plasticity below its maximum of 1.
+        free: modules that keep the full learning rate, above all the task heads.
+        observe: modules at whose outputs neurons are tapped, as `{layer name: module name}`, for layers whose taps
+            are not found automatically.
+        example: one batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments. Taps are then found
+            at once instead of in the first training forward. Required before a model is compiled with
+            `fullgraph=True`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
@@ -42,30 +54,33 @@ class NPC(Plastic):
     {'0': (8,)}
     """
 
+    needs: ClassVar = Needs(heads=True, example=True)
+    remembers: ClassVar = {"importance": AS_BEFORE}
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        beta: float = 0.7,
-        rate: float = 5e-4,
-        gain: float = 1.0,
+        beta: Positive = 0.7,
+        rate: Fraction = 5e-4,
+        gain: Positive = 1.0,
         free: Iterable[nn.Module] = (),
         observe: Mapping[str, str] | None = None,
-        sample: Any = None,
+        example: Any = None,
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
         trained = self._trained()
         self._layers = find_layers(self.model, trained, self._free)
         _check_layers(self.model, self._layers)
-        places = _places(self.model, self._layers, observe)
-        self._observation = Observation(self.model, self._layers, trained - self._free, places)
-        weakref.finalize(self, self._observation.close).atexit = False
-        self._observation.wrapper = self._wrapper
+        observed = resolve_observe(self.model, self._names, observe)
+        self._taps = ImportanceTaps(self.model, self._layers, trained - self._free, observed)
+        weakref.finalize(self, self._taps.close).atexit = False
+        self._taps.wrapper = self._wrapper
         self._prepare_importance()
         self._unmeasured: set[str] = set()
-        if sample is not None:
-            self._observation.rehearse(self.model, sample)
+        if example is not None:
+            self._taps.rehearse(example)
 
     def _prepare_importance(self) -> None:
         sizes = self._widths = [layer.size for layer in self._layers]
@@ -75,12 +90,20 @@ class NPC(Plastic):
         self._sizes = torch.tensor(sizes, device=like[0].device)
         self._layer = torch.arange(len(sizes), device=like[0].device).repeat_interleave(self._sizes).int()
 
-    # ---- what a user looks at ----
+    # ---- importance ----
 
     @property
     def importance(self) -> dict[str, Tensor]:
         """The moving average of importance, one value per neuron, by layer."""
         return dict(zip(self._names, self._split(self._importance.clone()), strict=True))
+
+    @importance.setter
+    def importance(self, importance: Mapping[str, Tensor]) -> None:
+        self._importance = torch.cat([importance[name].to(self._importance) for name in self._names])
+
+    @property
+    def neuron_importance(self) -> dict[str, Tensor]:
+        return self.importance
 
     @property
     def _names(self) -> list[str]:
@@ -93,32 +116,33 @@ class NPC(Plastic):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._observation.discard()
+        self._taps.discard()
 
     def _update(self) -> None:
-        """Measure the importance of the neurons in the gradients that have come in, then take a controlled step."""
-        self._observation.settle()
-        measured = self._observation.collect()
+        """Measure the importance of the neurons from the accumulated gradients, then take a limited step."""
+        self._taps.settle()
+        measured = self._taps.collect()
         if not self._started:
             self._start(measured)
         elif 0 < sum(values is None for values in measured) < len(measured):
             self._check_unmeasured(measured)
         rows, moving = self._rows(measured), self._moving()
-        # Launched one by one, these many small operations can take a GPU longer than the neurons themselves.
-        fuse = self._importance.is_cuda and self._observation.compiled
-        measure, limit = (compiled(measure_), compiled(limit_all_)) if fuse else (measure_, limit_all_)
-        knobs = self.rate, self.beta, self.gain
-        shares = measure(self._importance, rows, self._layer, self._sizes, self._widths, knobs)
-        places = [(number, spread) for _, number, spread in moving]
+        # On a GPU, launching these small operations one by one is slow. If the model runs compiled, a compiler is
+        # available.
+        use_compiler = self._importance.is_cuda and self._taps.compiled
+        measure, limit = (compiled(measure_), compiled(limit_all_)) if use_compiler else (measure_, limit_all_)
+        settings = self.rate, self.beta, self.gain
+        shares = measure(self._importance, rows, self._layer, self._sizes, self._widths, settings)
+        owners = [(number, spread) for _, number, spread in moving]
         self._limited_step(
             [parameter for parameter, _, _ in moving],
-            lambda changing, before: limit(shares, self._widths, changing, places, before),
+            lambda changing, before: limit(shares, self._widths, changing, owners, before),
         )
 
     def _rows(self, measured: list[Tensor | None]) -> list[Tensor]:
-        """The measurements of all layers one after another, of all processes together; 0 where there is none."""
+        """The measurements of all layers, summed over processes; 0 for layers without one."""
         home = next((values.device for values in measured if values is not None), self._importance.device)
-        if home != self._importance.device:  # the model was moved after this optimizer was built
+        if home != self._importance.device:  # the model was moved
             self._importance, self._sizes, self._layer = (
                 tensor.to(home) for tensor in (self._importance, self._sizes, self._layer)
             )
@@ -126,13 +150,13 @@ class NPC(Plastic):
             self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
             for layer, values in zip(self._layers, measured, strict=True)
         ]
-        if (group := self._observation.process_group) is not None:
+        if (group := self._taps.process_group) is not None:
             rows = [torch.cat(rows)]
             dist.all_reduce(rows[0], group=group)
         return rows
 
     def _moving(self) -> list[tuple[nn.Parameter, int, Spread]]:
-        """The parameters under control that are about to change, and which layer's neurons lie in them how."""
+        """The controlled parameters that have a gradient, each with the number of its layer and its spread."""
         return [
             (parameter, number, spread)
             for number, layer in enumerate(self._layers)
@@ -140,31 +164,28 @@ class NPC(Plastic):
             if parameter.grad is not None
         ]
 
-    # ---- the first step says what a user should know ----
+    # ---- warnings ----
 
     def _start(self, measured: list[Tensor | None]) -> None:
         self._unmeasured = self._learning_unmeasured(measured)  # the first warning names their parameters
         if uncontrolled := self._uncontrolled(measured):
-            warnings.warn(
-                "these parameters belong to no neuron that was observed and train at the full rate: "
-                f"{', '.join(uncontrolled)}; name their modules in free= to say that this is meant",
-                stacklevel=6,
+            warn(
+                "these parameters belong to no tapped neuron and train at the full rate: "
+                f"{', '.join(uncontrolled)}; list their modules in free= if this is intended"
             )
-        if self._observation.process_group is None and several_processes():
-            warnings.warn(
-                "several processes are running, but the model was not seen inside a DistributedDataParallel, so each "
-                "process measures importance alone; if they train one model, give NPC that wrapper as model",
-                stacklevel=6,
+        if self._taps.process_group is None and several_processes():
+            warn(
+                "several processes are running, but the model was not called by a DistributedDataParallel, so each "
+                "process measures importance alone; if they train one model, give NPC that wrapper as model"
             )
 
     def _check_unmeasured(self, measured: list[Tensor | None]) -> None:
         if new := self._learning_unmeasured(measured) - self._unmeasured:
             self._unmeasured |= new
-            warnings.warn(
-                "these layers have gradients but were not seen where their neurons are observed, so that their "
-                f"importance stays as it is: {', '.join(sorted(new))}; if the model computes in another way than in "
-                "its first step, build a new NPC and load this one's state_dict, or say where to look with observe=",
-                stacklevel=6,
+            warn(
+                "these layers have gradients but were not measured at their taps, so their importance stays the same: "
+                f"{', '.join(sorted(new))}; if the forward differs from that of the first step, build a new NPC and "
+                "load this one's state_dict, or choose the taps with observe="
             )
 
     def _learning_unmeasured(self, measured: list[Tensor | None]) -> set[str]:
@@ -185,12 +206,8 @@ class NPC(Plastic):
         uncontrolled = trained - controlled - self._free
         return [name for name, p in self.model.named_parameters() if p in uncontrolled]
 
-    def _restore(self, importance: Mapping[str, Tensor]) -> None:
-        self._importance = torch.cat([importance[name].to(self._importance) for name in self._names])
-
-    def close(self) -> None:
-        self._observation.close()
-        super().close()
+    def _close(self) -> None:
+        self._taps.close()
 
 
 def measure_(
@@ -199,10 +216,10 @@ def measure_(
     layer: Tensor,
     sizes: Tensor,
     widths: list[int],
-    knobs: tuple[float, float, float],
+    settings: tuple[float, float, float],
 ) -> Tensor:
-    """In place, the new importance; and the plasticity that comes of it."""
-    rate, beta, gain = knobs
+    """Update the importance in place and return the resulting plasticity."""
+    rate, beta, gain = settings
     row = torch.cat(list(rows))
     importance.copy_(moving_average(importance, row, layer_means(row, sizes, widths), layer, rate))
     return plasticity(importance, beta=beta, gain=gain)
@@ -212,36 +229,26 @@ def limit_all_(
     shares: Tensor,
     widths: list[int],
     changing: Sequence[Tensor],
-    places: Sequence[tuple[int, Spread]],
+    owners: Sequence[tuple[int, Spread]],
     before: Sequence[Tensor] | None,
 ) -> None:
-    """In place, only so much of every change as the plasticity of its neurons allows.
+    """Scale every change, in place, by the plasticity of its neurons.
 
-    `changing` are gradients, or parameters after their step if `before` says what they were; `places` says of each
-    which layer's neurons lie in it, and how.
+    Args:
+        shares: the plasticity of all neurons of all layers.
+        widths: the number of neurons of each layer.
+        changing: gradients, or parameters after their step if `before` holds their values before it.
+        owners: the number of the layer of each tensor, and the spread of its neurons over the tensor.
+        before: the parameters before their step, or None for gradients.
     """
     split = {
         kind: list(zip(torch.split(share, widths), torch.split(plastic_bits(share, share.dtype), widths), strict=True))
         for kind in {(tensor.dtype, tensor.device) for tensor in changing}
         for share in [shares.to(kind[1], kind[0])]
     }
-    for i, (tensor, (number, spread)) in enumerate(zip(changing, places, strict=True)):
+    for i, (tensor, (number, spread)) in enumerate(zip(changing, owners, strict=True)):
         share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
         limit_(tensor, None if before is None else before[i], share, plastic)
-
-
-def _places(model: nn.Module, layers: list[Layer], observe: Mapping[str, str] | None) -> dict[Layer, nn.Module]:
-    modules, by_name = dict(model.named_modules()), {layer.name: layer for layer in layers}
-    for layer_name, module_name in (observe or {}).items():
-        if layer_name not in by_name:
-            raise ValueError(f"observe: {layer_name!r} is no layer under control; there are {', '.join(by_name)}")
-        if module_name not in modules:
-            raise ValueError(f"observe: the model has no module {module_name!r} to observe {layer_name!r} at")
-        if module_name != layer_name and module_name in by_name:
-            raise ValueError(
-                f"observe: {module_name!r} shows its own neurons, so it cannot show those of {layer_name!r}"
-            )
-    return {by_name[layer]: modules[module] for layer, module in (observe or {}).items()}
 
 
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:

@@ -1,58 +1,60 @@
-"""What NPC and CPC share: a step that changes each part of a model by its plasticity, and by no more."""
+"""The step that NPC and CPC share: each part of a model changes by its plasticity times the full change."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from holdfast.methods.method import Method, check_shapes, modules_of, number
+from holdfast.methods.method import Method, Needs, modules_of
+from holdfast.methods.settings import Fraction, Positive
 from holdfast.plasticity import plasticity
 
 
 class Plastic(Method):
     """Keeps importances as a moving average and turns them into plasticity (eq. 4, 10 and 11)."""
 
+    needs: ClassVar = Needs(heads=True)
+    searched: ClassVar = "beta"
+    role: ClassVar = "plasticity"
+
+    beta: float
+    rate: float
+    gain: float
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        beta: float,
-        rate: float,
-        gain: float,
+        beta: Positive,
+        rate: Fraction,
+        gain: Positive,
         free: Iterable[nn.Module],
     ) -> None:
         super().__init__(model, optimizer)
-        self.beta = number("beta", beta, above=0)
-        self.rate = number("rate", rate, above=0, most=1)
-        self.gain = number("gain", gain, above=0)
+        self._set(beta=beta, rate=rate, gain=gain)
         self._free_modules = modules_of(self.model, free, "free")
 
     @property
     def _free(self) -> set[nn.Parameter]:
-        """The parameters of the free modules, those that were added later among them."""
+        """The parameters of the free modules, including parameters added later."""
         return {parameter for module in self._free_modules for parameter in module.parameters()}
 
     @property
-    def importance(self) -> dict[str, Tensor]:
-        """The moving average of importance, by name."""
-        raise NotImplementedError
-
-    @property
     def plasticity(self) -> dict[str, Tensor]:
-        """The share of the learning rate that is left at each place, by name."""
+        """The share of the learning rate that is left, by name (eq. 11)."""
         return {name: plasticity(values, beta=self.beta, gain=self.gain) for name, values in self.importance.items()}
 
     def _limited_step(
         self, parameters: list[nn.Parameter], limit: Callable[[list[Tensor], list[Tensor] | None], None]
     ) -> None:
-        """The wrapped optimizer's step, in which `limit` leaves only a share of what changes.
+        """Take the wrapped optimizer's step, limited by plasticity.
 
-        `limit` gets gradients, or else the parameters after their step and what they were before it.
+        `limit` is called with gradients, or else with the parameters after the step and their values before it.
         """
         if is_plain_sgd(self.wrapped):
-            # Its change is proportional to the gradient: eq. 11 to the letter, and no copy is needed.
+            # Its change is proportional to the gradient: eq. 11 to the letter, without a copy.
             limit([p.grad for p in parameters if p.grad is not None], None)
             self.wrapped.step()
         else:
@@ -61,22 +63,9 @@ class Plastic(Method):
             self.wrapped.step()
             limit(after, before)
 
-    def _memory(self) -> dict[str, Any]:
-        importance = {name: values.clone() for name, values in self.importance.items()}
-        return {"beta": self.beta, "rate": self.rate, "gain": self.gain, "importance": importance}
-
-    def _check_memory(self, memory: dict[str, Any]) -> None:
-        check_shapes(memory["importance"], self.importance)
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        self.beta, self.rate, self.gain = memory["beta"], memory["rate"], memory["gain"]
-        self._restore(memory["importance"])
-
-    def _restore(self, importance: Mapping[str, Tensor]) -> None:
-        raise NotImplementedError
-
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Whether a step is the gradient times the learning rate and nothing else."""
     return type(optimizer) is SGD and not any(
         group["momentum"] or group["weight_decay"] or group["maximize"] for group in optimizer.param_groups
     )

@@ -1,7 +1,7 @@
-"""Synaptic intelligence (Zenke et al., 2017)."""
+"""Synaptic Intelligence (Zenke et al., 2017)."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from holdfast.importance import precise
 from holdfast.methods.anchor import Anchored, Form, check_finite
-from holdfast.methods.method import number
+from holdfast.methods.memory import BY_PARAMETER
+from holdfast.methods.settings import NonNegative, Positive
 
 
 def path_importance(importance: Tensor, path: Tensor, moved: Tensor, xi: float) -> Tensor:
-    """The importance after a task along whose path the loss fell by `path`, parameter by parameter.
+    """The importance after a task: relu(Omega + omega / (moved^2 + xi)).
 
     >>> path_importance(torch.tensor([1.0, 1.0]), torch.tensor([3.0, -9.0]), torch.tensor([1.0, 1.0]), xi=0.5)
     tensor([3., 0.])
@@ -22,13 +23,16 @@ def path_importance(importance: Tensor, path: Tensor, moved: Tensor, xi: float) 
 
 
 def exact_copies(values: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in at least float32, the type of sums."""
     kept = [torch.empty_like(value, dtype=precise(value.dtype)) for value in values]
     torch._foreach_copy_(kept, list(values))
     return kept
 
 
-def walk_(path: Sequence[Tensor], slopes: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    """In place, by how much more the loss has fallen along the path: by minus the slope times the change.
+def walk_(
+    path: Sequence[Tensor], gradients: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+) -> None:
+    """Add to the path integral, in place: omega <- omega - g (after - before).
 
     >>> path = torch.tensor([1.0, 1.0])
     >>> walk_([path], [torch.tensor([2.0, 2.0])], [torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 2.5])])
@@ -36,18 +40,26 @@ def walk_(path: Sequence[Tensor], slopes: Sequence[Tensor], before: Sequence[Ten
     tensor([1., 2.])
     """
     exact = [value.to(old.dtype) for value, old in zip(after, before, strict=True)]
-    torch._foreach_addcmul_(list(path), list(slopes), torch._foreach_sub(list(before), exact))
+    torch._foreach_addcmul_(list(path), list(gradients), torch._foreach_sub(list(before), exact))
 
 
 class SI(Anchored):
-    """Pulls each parameter to its last task's value, as strongly as its changes have lowered the loss.
+    """Pulls each parameter to its value after the last task, in proportion to its share in the decrease of the loss.
+
+    At every step, with g the gradient of the task's loss, and at the end of a task:
+
+        omega <- omega - g (theta_after - theta_before)
+        Omega <- relu(Omega + omega / ((theta - theta_start)^2 + xi));   omega <- 0
+        penalty = strength Omega (theta - theta_end)^2
+
+    Source: Zenke, Poole, Ganguli, "Continual Learning Through Synaptic Intelligence", ICML 2017.
 
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters.
-        strength: how strong the pull is, c in the literature.
-        xi: keeps the importance of parameters that hardly moved finite.
-        penalty: "proximal", stable at any strength, or "loss" for the textbook's term in the loss.
+        strength: the strength of the pull, c in the paper.
+        xi: damping, which bounds the importance of parameters that hardly moved.
+        form: "proximal", stable at any strength, or "loss" for the paper's penalty in the loss.
 
     >>> model = nn.Linear(4, 2)
     >>> optimizer = SI(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -57,17 +69,21 @@ class SI(Anchored):
     {'weight': (2, 4), 'bias': (2,)}
     """
 
+    remembers: ClassVar = {**Anchored.remembers, "_path": BY_PARAMETER}
+
+    xi: float
+
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        strength: float = 0.1,
-        xi: float = 1e-3,
-        penalty: Form = "proximal",
+        strength: NonNegative = 0.1,
+        xi: Positive = 1e-3,
+        form: Form = "proximal",
     ) -> None:
-        super().__init__(model, optimizer, strength=strength, penalty=penalty)
-        self.xi = number("xi", xi, above=0)
+        super().__init__(model, optimizer, strength=strength, form=form)
+        self._set(xi=xi)
         self._path: dict[str, Tensor] = {}
 
     def _update(self) -> None:
@@ -76,38 +92,38 @@ class SI(Anchored):
             super()._update()
             return
         values = [p.detach() for p in moving.values()]
-        before = self._fused(exact_copies, values)(values)
+        before = self._compiled(exact_copies, values)(values)
         for name, value in zip(moving, before, strict=True):
             if name in self._path:
                 self._path[name] = self._path[name].to(value.device)
             else:
                 self._path[name], self._importance[name] = torch.zeros_like(value), torch.zeros_like(value)
                 self._anchor[name] = value
-        slopes = self._bare_gradients()
+        gradients = self._loss_gradients()
         super()._update()
         path = [self._path[name] for name in moving]
         after = [p.detach() for p in moving.values()]
-        self._fused(walk_, after)(path, [slopes[name] for name in moving], before, after)
+        self._compiled(walk_, after)(path, [gradients[name] for name in moving], before, after)
 
-    def _bare_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the loss without the pull, and of a loss that falls also where an optimizer maximizes."""
-        slopes, names = {}, self._names
+    def _loss_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the task's loss: without the pull, and negated if the optimizer maximizes."""
+        gradients, names = {}, self._names
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 importance, anchor = memory
-                slope = p.grad.to_dense().to(anchor.dtype, copy=bool(group.get("nesterov")))  # which SGD adds to it
-                slope = -slope if group.get("maximize") else slope
+                gradient = p.grad.to_dense().to(anchor.dtype, copy=bool(group.get("nesterov")))  # Nesterov adds to it
+                gradient = -gradient if group.get("maximize") else gradient
                 if self.form == "loss":
-                    slope = slope - 2 * self.strength * importance * (p - anchor)
-                slopes[names[p]] = slope
-        return slopes
+                    gradient = gradient - 2 * self.strength * importance * (p - anchor)
+                gradients[names[p]] = gradient
+        return gradients
 
     @torch.no_grad()
-    def consolidate(self, batches: Iterable[Any], active: Iterable[int] | None = None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
         if not self._path:
-            raise ValueError("consolidate() came before any step(): SI measures importance while a task is learnt")
+            raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}
         for parameter, name in self._names.items():
             if name in self._path and (memory := self._memory_of(parameter, name)):
@@ -118,10 +134,3 @@ class SI(Anchored):
             self._importance[name], self._anchor[name] = importance, value
             self._path[name] = torch.zeros_like(value)
         self.tasks += 1
-
-    def _memory(self) -> dict[str, Any]:
-        return {**super()._memory(), "xi": self.xi, "path": {name: path.clone() for name, path in self._path.items()}}
-
-    def _remember(self, memory: dict[str, Any]) -> None:
-        super()._remember(memory)
-        self.xi, self._path = memory["xi"], self._restored(memory["path"])

@@ -1,4 +1,4 @@
-"""Streams of tasks: sources of images, tasks made of them, and their batches."""
+"""Streams of tasks: sources of images, their tasks and batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +40,17 @@ STREAMS: dict[str, tuple[str, Callable[[Source, int | None], Stream]]] = {
     "pmnist": ("mnist", _pmnist),
     "rmnist": ("mnist", _rmnist),
 }
-"""The streams by name: what they are made of, and how."""
+"""By stream name: the source and the function that builds the stream."""
 
 
 def build_stream(name: str, data: Path | None = None, *, tasks: int | None = None) -> Stream:
-    """A stream by name, or of `folder:PATH` in tasks of two classes; only its first `tasks` if given."""
+    """Build a stream by name, or from a folder of images as "folder:PATH", in tasks of two classes.
+
+    Args:
+        name: a name in `STREAMS`, or "folder:PATH".
+        data: the folder to search first for data sets.
+        tasks: the number of tasks. By default all that the stream has.
+    """
     if name not in STREAMS and not name.startswith("folder:"):
         raise ValueError(f"there is no stream {name!r}; there are {', '.join(STREAMS)} and folder:PATH")
     origin, make = STREAMS.get(name, (name, _folder))

@@ -1,7 +1,7 @@
-"""Batches of a stream's images: shuffled, cropped, mirrored and normalised on the device, in batched kernels.
+"""Batches of a stream's images, shuffled, cropped, mirrored and normalized on the device in batched kernels.
 
-Everything random about a pass over a task's images is drawn at its start, on the host, from the run's own generator.
-So a pass is the same on every device, it can be taken up again in its middle, and no step waits for the host.
+The random numbers of a pass over a task's images are drawn on the host, at its start, from the run's own generator.
+A pass is therefore the same on every device and can be resumed in the middle, and no step waits for the host.
 """
 
 import math
@@ -13,24 +13,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
-from holdfast.fast import compiled
+from holdfast.compiling import compiled
 from holdfast.streams.tasks import Stream, Task
 
-Batch = tuple[Tensor, Tensor]
+LabeledBatch = tuple[Tensor, Tensor]
+"""Inputs [sample, channel, height, width] and labels [sample]."""
 
 
-class Images:
-    """A stream's images on a device, or on the host if they are too many for it; batches are the same either way.
+class DeviceImages:
+    """A stream's images on a device, or on the host if they do not fit. Batches are the same either way.
 
     Args:
-        stream: whose images they are.
-        device: where batches are wanted.
-        resident: whether all images are there; if not given, whether they fit.
-        fuse: whether the making of a batch is compiled, so that it is few kernels.
+        stream: the stream.
+        device: the device of the batches.
+        resident: whether all images are copied to the device. By default they are if they fit.
+        compile: whether to compile the preparation of batches into few kernels.
     """
 
     def __init__(
-        self, stream: Stream, device: torch.device, *, resident: bool | None = None, fuse: bool = False
+        self,
+        stream: Stream,
+        device: torch.device,
+        *,
+        resident: bool | None = None,
+        compile: bool = False,  # noqa: A002
     ) -> None:
         self.stream = stream
         self.device = device
@@ -40,38 +46,39 @@ class Images:
         shape = (1, -1, 1, 1)
         self.mean, self.std = (255 * value.view(shape).to(device) for value in (stream.mean, stream.std))
         self.fill = (self.mean if stream.frame.fill == "mean" else 0 * self.mean).round().to(torch.uint8)
-        self.prepare = compiled(prepared) if fuse else prepared
-        self._orders: dict[int, Tensor] = {}
-        self._side = None if self.resident or device.type != "cuda" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.prepare = compiled(prepare) if compile else prepare
+        self._permutations: dict[int, Tensor] = {}
+        self._copying = None
+        if not self.resident and device.type == "cuda":
+            self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def take(self, places: Tensor) -> Tensor:
-        """The images at `places`, both on the host. They come to the device beside what it is doing; `await_taken`
-        before they are used.
-        """
-        taken = self.pixels[places]
-        if self._side is None:
+    def take(self, indices: Tensor) -> Tensor:
+        """Start copying images from the host to the device, beside its other work. Call `await_taken` before use."""
+        taken = self.pixels[indices]
+        if self._copying is None:
             return taken
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._copying):
             return taken.pin_memory().to(self.device, non_blocking=True)
 
     def bring(self, whole: "Pass") -> "Pass":
-        """A pass to where its images are taken from."""
+        """Move a pass to the device of the images."""
         return whole.to(self.device) if self.resident else whole
 
-    def order_of(self, task: Task) -> Tensor | None:
-        """The order of the task's pixels, on the device, where it stays: to bring it there is to wait."""
+    def permutation_of(self, task: Task) -> Tensor | None:
+        """The task's permutation of pixels, on the device. Cached: copying would synchronize."""
         if task.permutation is None:
             return None
         key = id(task.permutation)
-        if key not in self._orders:
-            self._orders[key] = task.permutation.to(self.device)
-        return self._orders[key]
+        if key not in self._permutations:
+            self._permutations[key] = task.permutation.to(self.device)
+        return self._permutations[key]
 
     def await_taken(self, taken: Tensor) -> None:
-        if self._side is not None:
-            present = torch.cuda.current_stream(self.device)
-            present.wait_stream(self._side)
-            taken.record_stream(present)
+        """Make the device wait until images have arrived."""
+        if self._copying is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._copying)
+            taken.record_stream(current)
 
 
 def _fits(pixels: Tensor, device: torch.device) -> bool:
@@ -80,15 +87,15 @@ def _fits(pixels: Tensor, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over some images: their order, and for each where it is cropped and if it is mirrored."""
+    """One pass over images: their order, and for each the corner of its crop and whether it is mirrored."""
 
-    places: Tensor
+    indices: Tensor
     top: Tensor
     left: Tensor
     mirrored: Tensor
 
     def __getitem__(self, part: slice) -> "Pass":
-        return Pass(self.places[part], self.top[part], self.left[part], self.mirrored[part])
+        return Pass(self.indices[part], self.top[part], self.left[part], self.mirrored[part])
 
     def to(self, device: torch.device) -> "Pass":
         return Pass(*(each.to(device) for each in self.tensors))
@@ -97,147 +104,168 @@ class Pass:
         return Pass(*(each.clone() for each in self.tensors))
 
     def copy_(self, other: "Pass") -> None:
-        """Become, in place, another pass over as many images."""
+        """Copy another pass over the same number of images, in place."""
         torch._foreach_copy_(list(self.tensors), list(other.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.places, self.top, self.left, self.mirrored
+        return self.indices, self.top, self.left, self.mirrored
 
 
-def random_pass(stream: Stream, places: Tensor, generator: torch.Generator) -> Pass:
-    """All of `places` in random order, cropped and mirrored at random."""
-    frame, count = stream.frame, len(places)
-    room = [side + 2 * frame.padding - frame.size + 1 for side in stream.pixels.shape[2:]]
+def random_pass(stream: Stream, indices: Tensor, generator: torch.Generator) -> Pass:
+    """A pass in random order, with random crops and mirroring."""
+    frame, count = stream.frame, len(indices)
+    extents = [side + 2 * frame.padding - frame.size + 1 for side in stream.pixels.shape[2:]]
     order = torch.randperm(count, generator=generator)
-    top, left = (torch.randint(extent, (count,), generator=generator) for extent in room)
+    top, left = (torch.randint(extent, (count,), generator=generator) for extent in extents)
     mirrored = torch.rand(count, generator=generator) < (0.5 if frame.mirror else 0)
-    return Pass(places[order], top, left, mirrored)
+    return Pass(indices[order], top, left, mirrored)
 
 
-def plain_pass(stream: Stream, places: Tensor) -> Pass:
-    """All of `places` in order, centred and as they are."""
-    frame, count = stream.frame, len(places)
+def plain_pass(stream: Stream, indices: Tensor) -> Pass:
+    """A pass in the given order, with centered crops and no mirroring."""
+    frame, count = stream.frame, len(indices)
     top, left = ((side + 2 * frame.padding - frame.size) // 2 for side in stream.pixels.shape[2:])
-    return Pass(places, torch.full((count,), top), torch.full((count,), left), torch.zeros(count, dtype=torch.bool))
+    return Pass(indices, torch.full((count,), top), torch.full((count,), left), torch.zeros(count, dtype=torch.bool))
 
 
 @torch.no_grad()
-def batch(images: Images, task: Task, part: Pass, taken: Tensor | None = None, *, fuse: bool = True) -> Batch:
-    """Normalised inputs of a model, [sample, channel, height, width], and labels.
+def make_batch(
+    images: DeviceImages,
+    task: Task,
+    part: Pass,
+    taken: Tensor | None = None,
+    *,
+    compile: bool = True,  # noqa: A002
+) -> LabeledBatch:
+    """Make the batch of one part of a pass.
 
-    `taken` are the part's images, if they are not resident and at hand. Without `fuse` nothing is compiled, as is best
-    for batches of many sizes.
+    Args:
+        images: the images.
+        task: the task, whose permutation or rotation is applied.
+        part: the part of the pass.
+        taken: the part's images from `DeviceImages.take`, if they are not resident.
+        compile: False bypasses compiled code, for batches of varying sizes.
     """
-    here, pixels, labels = part.to(images.device), images.pixels, images.labels
+    on_device, pixels, labels = part.to(images.device), images.pixels, images.labels
     if not images.resident:
-        pixels = images.take(part.places) if taken is None else taken
+        pixels = images.take(part.indices) if taken is None else taken
         images.await_taken(pixels)
-        labels = labels[here.places]
-        here = replace(here, places=torch.arange(len(pixels), device=pixels.device))
-    colours, frame = (images.fill, images.mean, images.std), images.stream.frame
-    prepare = images.prepare if fuse else prepared
-    x, y = prepare(pixels, labels, here.tensors, images.order_of(task), colours, frame.size, frame.padding)
+        labels = labels[on_device.indices]
+        on_device = replace(on_device, indices=torch.arange(len(pixels), device=pixels.device))
+    colors, frame = (images.fill, images.mean, images.std), images.stream.frame
+    function = images.prepare if compile else prepare
+    x, y = function(pixels, labels, on_device.tensors, images.permutation_of(task), colors, frame.size, frame.padding)
     return rotate(x, task.angle) if task.angle else x, y
 
 
-def prepared(
+def prepare(
     pixels: Tensor,
     labels: Tensor,
     part: tuple[Tensor, Tensor, Tensor, Tensor],
-    order: Tensor | None,
-    colours: tuple[Tensor, Tensor, Tensor],
+    permutation: Tensor | None,
+    colors: tuple[Tensor, Tensor, Tensor],
     size: int,
     padding: int,
-) -> Batch:
-    """What a pass says of some images, cropped, mirrored, normalised and with their pixels in this order; and labels.
+) -> LabeledBatch:
+    """Crop, mirror, normalize and permute images.
 
-    `colours` are those of the border, of the mean and of the standard deviation.
+    Args:
+        pixels: all images.
+        labels: all labels.
+        part: the tensors of a pass.
+        permutation: the order of the pixels; None for the original order.
+        colors: the color of the border, the mean and the standard deviation.
+        size: the side of the crop.
+        padding: the width of the border.
     """
-    places, top, left, mirrored = part
-    fill, mean, std = colours
-    x = (crop(pixels[places], top, left, mirrored, fill, size, padding).float() - mean) / std
-    if order is not None:
-        x = x.flatten(2)[:, :, order].view_as(x)
-    return x, labels[places]
+    indices, top, left, mirrored = part
+    fill, mean, std = colors
+    x = (crop(pixels[indices], top, left, mirrored, fill, size, padding).float() - mean) / std
+    if permutation is not None:
+        x = x.flatten(2)[:, :, permutation].view_as(x)
+    return x, labels[indices]
 
 
 def crop(pixels: Tensor, top: Tensor, left: Tensor, mirrored: Tensor, fill: Tensor, size: int, padding: int) -> Tensor:
-    """Of each image the square of `size` whose corner is at `top` and `left`, mirrored where it says so.
+    """Crop a square from each image, mirrored where `mirrored` is set.
 
-    Around the images is a border of width `padding` and colour `fill`, where the corners count from.
+    The images are surrounded by a border of width `padding` and color `fill`; `top` and `left` count from its corner.
     """
     samples, channels, height, width = pixels.shape
     along = torch.arange(-padding, size - padding, device=pixels.device)
     rows, columns = top[:, None] + along, left[:, None] + torch.where(mirrored[:, None], along.flip(0), along)
     near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     near = (near_rows[:, :, None] * width + near_columns[:, None]).flatten(1)[:, None].expand(-1, channels, -1)
-    found = pixels.flatten(2).gather(2, near).view(samples, channels, size, size)
+    cropped = pixels.flatten(2).gather(2, near).view(samples, channels, size, size)
     inside = (rows == near_rows)[:, :, None] & (columns == near_columns)[:, None]
-    return torch.where(inside[:, None], found, fill)
+    return torch.where(inside[:, None], cropped, fill)
 
 
 @cache
-def _turn(angle: float, device: torch.device) -> Tensor:
+def _rotation(angle: float, device: torch.device) -> Tensor:
+    """The matrix of a rotation, on the device. Cached: copying would synchronize."""
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     return torch.tensor([[cos, -sin, 0.0], [sin, cos, 0.0]], device=device)
 
 
 def rotate(x: Tensor, angle: float) -> Tensor:
-    """Images turned to the left by an angle in degrees; what comes in from outside is the nearest border."""
-    grid = affine_grid(_turn(angle, x.device).expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    """Rotate images counterclockwise by an angle in degrees. The border is extended outward."""
+    grid = affine_grid(_rotation(angle, x.device).expand(len(x), 2, 3), list(x.shape), align_corners=False)
     return grid_sample(x, grid, padding_mode="border", align_corners=False)
 
 
 class Batches:
-    """The batches of one part of a task, centred and as they are, in an order that is always the same.
+    """Batches of some of a task's images, centered and not mirrored, in a fixed order.
 
-    They can be iterated again and again. With `seed` they come shuffled, so that the first few are a fair sample.
+    Iterate them as often as needed. With `seed` they are shuffled, so that the first few are a fair sample.
     """
 
-    def __init__(self, images: Images, task: Task, places: Tensor, size: int, *, seed: int | None = None) -> None:
+    def __init__(
+        self, images: DeviceImages, task: Task, indices: Tensor, size: int, *, seed: int | None = None
+    ) -> None:
         if seed is not None:
-            places = places[torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))]
+            indices = indices[torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))]
         self.images, self.task, self.size = images, task, size
-        self.whole = plain_pass(images.stream, places)
+        self.whole = plain_pass(images.stream, indices)
 
     def __len__(self) -> int:
-        return -(-len(self.whole.places) // self.size)
+        return -(-len(self.whole.indices) // self.size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[LabeledBatch]:
         whole = self.images.bring(self.whole)
-        for start in range(0, len(whole.places), self.size):
-            yield batch(self.images, self.task, whole[slice(start, start + self.size)], fuse=False)
+        for start in range(0, len(whole.indices), self.size):
+            yield make_batch(self.images, self.task, whole[slice(start, start + self.size)], compile=False)
 
 
 class Shuffled:
-    """Batches for training, pass after pass without an end; it can be taken up again where it was.
+    """Endless batches for training, pass after pass. A saved state resumes them in the middle of a pass.
 
-    A pass leaves out the last samples that do not fill a batch; they come in another pass.
+    A pass drops its last samples if they do not fill a batch. The next pass draws a new order.
     """
 
-    def __init__(self, images: Images, task: Task, size: int, generator: torch.Generator) -> None:
+    def __init__(self, images: DeviceImages, task: Task, size: int, generator: torch.Generator) -> None:
         self.images, self.task, self.generator = images, task, generator
         self.size = min(size, len(task.train))
         self.position = 0
         self.began = generator.get_state()
         self._pass: Pass | None = None
-        self._ahead: Tensor | None = None
+        self._prefetched: Tensor | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[LabeledBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> LabeledBatch:
         part = self.draw()
         assert self._pass is not None
-        drawn = batch(self.images, self.task, part, self._ahead)
-        following = self._pass.places[self.position : self.position + self.size]
-        fetch = not self.images.resident and len(following) == self.size
-        self._ahead = self.images.take(following) if fetch else None
-        return drawn
+        batch = make_batch(self.images, self.task, part, self._prefetched)
+        following = self._pass.indices[self.position : self.position + self.size]
+        prefetch = not self.images.resident and len(following) == self.size
+        self._prefetched = self.images.take(following) if prefetch else None
+        return batch
 
     def draw(self) -> Pass:
-        """Which images come next, and how."""
+        """Draw the next part of the pass, or the first part of a new one."""
         if self._pass is None or self.position + self.size > len(self.task.train):
             self._begin()
         assert self._pass is not None
@@ -246,12 +274,12 @@ class Shuffled:
         return part
 
     def _begin(self) -> None:
-        self._ahead, self.position = None, 0
+        self._prefetched, self.position = None, 0
         self.began = self.generator.get_state()
         self._pass = self.images.bring(random_pass(self.images.stream, self.task.train, self.generator))
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """Where the pass is, and the generator's state from which it was drawn."""
+        """The position in the pass, and the state of the generator at its start."""
         return {"position": self.position, "began": self.began, "drawn": int(self._pass is not None)}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
@@ -264,10 +292,10 @@ class Shuffled:
 
 
 class Rehearsal:
-    """Batches of a task as in training, without an end; every iteration begins anew and is the same."""
+    """Endless batches of a task as in training. Every iteration starts over and yields the same batches."""
 
-    def __init__(self, images: Images, task: Task, size: int, *, seed: int) -> None:
+    def __init__(self, images: DeviceImages, task: Task, size: int, *, seed: int) -> None:
         self.images, self.task, self.size, self.seed = images, task, size, seed
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[LabeledBatch]:
         return Shuffled(self.images, self.task, self.size, torch.Generator().manual_seed(self.seed))

@@ -1,4 +1,4 @@
-"""Sources of images: digits, MNIST, CIFAR-100, folders of images and arrays in memory, all as uint8 tensors."""
+"""Sources of images as uint8 tensors: digits, MNIST, CIFAR-100, folders of images, and arrays in memory."""
 
 import hashlib
 import json
@@ -17,36 +17,36 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.streams.files import (
+from holdfast.streams.published import (
     CIFAR100,
     MNIST,
     DataError,
-    Found,
+    LocalCopy,
     Published,
     compare,
     contents,
+    expand_home,
     find,
-    home,
-    needed,
+    import_optional,
     obtain,
     staged_for,
     user_cache,
     was_fetched,
 )
 
-__all__ = ["SOURCES", "DataError", "Images", "Source", "from_arrays", "load", "locate", "published", "verify"]
+__all__ = ["SOURCES", "DataError", "LabeledImages", "Source", "from_arrays", "load", "locate", "published", "verify"]
 
 Bytes = NDArray[np.uint8]
 
 SOURCES = ("digits", "mnist", "cifar100")
-"""The sources that have a name; `folder:PATH` is the fourth."""
+"""The named sources. The fourth kind is `folder:PATH`."""
 
 _CHANNELS = 4
 _PUBLISHED: dict[str, Published] = {"mnist": MNIST, "cifar100": CIFAR100}
 
 
 @dataclass(frozen=True)
-class Images:
+class LabeledImages:
     """Images and their labels.
 
     Args:
@@ -63,19 +63,20 @@ class Source:
     """Training and test images of the same size, and the names of their classes, by label."""
 
     name: str
-    train: Images
-    test: Images
+    train: LabeledImages
+    test: LabeledImages
     classes: tuple[str, ...]
 
 
 def load(name: str, data: Path | None = None, *, download: bool = True) -> Source:
-    """The source of this name: "digits", "mnist", "cifar100" or "folder:PATH".
+    """Load a source: "digits", "mnist", "cifar100" or "folder:PATH".
 
     Args:
-        name: "folder:PATH" is a folder with one folder of images per class, or with two such, `train` and `test`;
-            "folder:PATH?size=64" makes its images 64 x 64 in place of 32 x 32.
-        data: where to look for files first, before $HOLDFAST_DATA and the user's cache.
-        download: whether to fetch what is in none of them.
+        name: the name of the source. "folder:PATH" is a folder with one subfolder of images per class, or with two
+            folders of that kind, `train` and `test`. "folder:PATH?size=64" resizes its images to 64 x 64; the default
+            is 32 x 32.
+        data: the folder to search first, before $HOLDFAST_DATA and the user's cache.
+        download: whether to download missing files.
 
     >>> source = load("digits")
     >>> tuple(source.train.pixels.shape), tuple(source.test.pixels.shape), source.classes[:3]
@@ -89,7 +90,7 @@ def load(name: str, data: Path | None = None, *, download: bool = True) -> Sourc
 
 
 def published(name: str) -> Published:
-    """What is known of the publisher's files of this source."""
+    """The description of a source's published files."""
     if name not in _PUBLISHED:
         known = ", ".join(SOURCES)
         raise DataError(f"there is no source {name!r}; the sources are {known} and folder:PATH (a folder of images)")
@@ -97,33 +98,33 @@ def published(name: str) -> Published:
 
 
 def locate(name: str, data: Path | None = None) -> str | None:
-    """Where a named source is, or None if it is not here."""
+    """The location of a named source, or None if it has not been downloaded."""
     if name == "digits":
         return "in scikit-learn"
-    found = find(published(name), data)
-    return None if found is None else str(found.where)
+    copy = find(published(name), data)
+    return None if copy is None else str(copy.location)
 
 
 def verify(name: str, data: Path | None = None) -> list[str]:
-    """Reads all of a source and compares it with the publisher's checksums; what was found, line by line."""
+    """Read a whole source, compare it with the publisher's checksums, and report one line per file."""
     if name == "digits" or name.startswith("folder:"):
         source = _digits() if name == "digits" else _folder(name, cached=False)
         return [f"{name}: {len(source.train.labels)} training and {len(source.test.labels)} test images, all readable"]
-    found = obtain(published(name), data, download=False)
-    source = _from_files(found)
+    copy = obtain(published(name), data, download=False)
+    source = _from_files(copy)
     size = len(source.train.labels), len(source.test.labels)
-    claims = was_fetched(found) or size == found.published.size
-    return [_verdict(path, same, claims, found) for path, same in compare(found).items()]
+    should_match = was_fetched(copy) or size == copy.published.size
+    return [_verdict(path, same, should_match, copy) for path, same in compare(copy).items()]
 
 
-def _verdict(path: Path, same: bool | None, claims: bool, found: Found) -> str:
+def _verdict(path: Path, same: bool | None, should_match: bool, copy: LocalCopy) -> str:
     if same:
         return f"{path}: the original, by its checksum"
     if same is None:
-        return f"{path}: readable and consistent; there is no checksum to compare it with"
-    if claims:
-        remedy = f"delete it, then `holdfast data fetch {found.published.name}` brings the original"
-        raise DataError(f"{path} is not the original, by its checksum, though it claims to be; {remedy}")
+        return f"{path}: readable and consistent; the publisher gives no checksum"
+    if should_match:
+        remedy = f"delete it, then fetch it with `holdfast data fetch {copy.published.name}`"
+        raise DataError(f"{path} is not the original: its checksum differs; {remedy}")
     return f"{path}: readable and consistent; not the original, by its size"
 
 
@@ -133,16 +134,17 @@ def _verdict(path: Path, same: bool | None, claims: bool, found: Found) -> str:
 def from_arrays(
     name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: Sequence[str] | None = None
 ) -> Source:
-    """A source of arrays or tensors.
+    """Build a source from arrays or tensors.
 
     Args:
-        name: what to call it.
-        train: images, [n, h, w], [n, h, w, channels] or [n, channels, h, w], uint8 or floats from 0 to 1; and labels.
-        test: the same for the test.
-        classes: the names of the classes, by label; the labels themselves if not given.
+        name: the name of the source.
+        train: images and labels. Images are [n, h, w], [n, h, w, channels] or [n, channels, h, w]; uint8, or floats
+            from 0 to 1.
+        test: test images and labels, in the same form.
+        classes: the names of the classes, by label. By default the labels themselves.
 
-    >>> grey = np.zeros((2, 28, 28), dtype=np.uint8)
-    >>> source = from_arrays("mine", (grey, [0, 1]), (grey, [1, 0]), classes=["cat", "dog"])
+    >>> gray = np.zeros((2, 28, 28), dtype=np.uint8)
+    >>> source = from_arrays("mine", (gray, [0, 1]), (gray, [1, 0]), classes=["cat", "dog"])
     >>> source.train.pixels.shape, source.classes
     (torch.Size([2, 1, 28, 28]), ('cat', 'dog'))
     """
@@ -150,44 +152,44 @@ def from_arrays(
     shapes = {part: tuple(images.pixels.shape[1:]) for part, images in parts.items()}
     if shapes["train"] != shapes["test"]:
         raise DataError(
-            f"{name}: training and test images must be alike, got shapes {shapes['train']}, {shapes['test']}"
+            f"{name}: training and test images must have the same shape, got {shapes['train']}, {shapes['test']}"
         )
-    most = max(int(images.labels.max()) for images in parts.values())
-    if classes is None and most >= sum(len(images.labels) for images in parts.values()):
-        raise DataError(f"{name}: label {most} of {len(parts['train'].labels)} images; labels count classes from 0")
-    names = tuple(str(label) for label in range(most + 1)) if classes is None else tuple(classes)
-    if most >= len(names):
-        raise DataError(f"{name}: label {most} has no name among the {len(names)} classes; labels count from 0")
+    highest = max(int(images.labels.max()) for images in parts.values())
+    if classes is None and highest >= sum(len(images.labels) for images in parts.values()):
+        raise DataError(f"{name}: label {highest} exceeds the number of images; labels must count the classes from 0")
+    names = tuple(str(label) for label in range(highest + 1)) if classes is None else tuple(classes)
+    if highest >= len(names):
+        raise DataError(f"{name}: label {highest} has no name among the {len(names)} classes; labels must count from 0")
     return Source(name, parts["train"], parts["test"], names)
 
 
-def _images(name: str, pixels: Any, labels: Any) -> Images:
+def _images(name: str, pixels: Any, labels: Any) -> LabeledImages:
     x, y = _tensor(pixels), _tensor(labels)
     if y.dim() != 1 or y.is_floating_point() or y.dtype == torch.bool:
-        raise DataError(f"{name}: labels must be whole numbers [n], got {y.dtype} {tuple(y.shape)}")
+        raise DataError(f"{name}: labels must be integers [n], got {y.dtype} {tuple(y.shape)}")
     if len(x) != len(y) or len(x) == 0:
-        raise DataError(f"{name}: there must be as many labels as images and at least one, got {len(y)} and {len(x)}")
+        raise DataError(f"{name}: there must be as many labels as images, and at least one; got {len(y)} and {len(x)}")
     if int(y.min()) < 0:
-        raise DataError(f"{name}: labels count from 0, got {int(y.min())}")
-    return Images(_channels_first(name, _to_bytes(name, x)), y.to(torch.int64))
+        raise DataError(f"{name}: labels must count from 0, got {int(y.min())}")
+    return LabeledImages(_channels_first(name, _to_bytes(name, x)), y.to(torch.int64))
 
 
-def _tensor(given: Any) -> Tensor:
-    """A copy on the CPU, of bytes, int64, floats or booleans."""
-    if not isinstance(given, Tensor):
+def _tensor(values: Any) -> Tensor:
+    """Copy values into a tensor on the CPU of dtype uint8, int64, float or bool."""
+    if not isinstance(values, Tensor):
         try:
-            array = np.array(given)
+            array = np.array(values)
         except ValueError as error:
             raise DataError(f"images and labels must be arrays: {error}") from None
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
             raise DataError(f"images and labels must be arrays of numbers, got {array.dtype}")
-        given = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
-    tensor: Tensor = given.detach().cpu()
+        values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+    tensor: Tensor = values.detach().cpu()
     if tensor.is_complex():
         raise DataError(f"images and labels must be real numbers, got {tensor.dtype}")
     tensor = tensor if tensor.dim() else tensor[None]
-    whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
-    return tensor.to(torch.int64 if whole else tensor.dtype, copy=True)
+    is_integer = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)
+    return tensor.to(torch.int64 if is_integer else tensor.dtype, copy=True)
 
 
 def _to_bytes(name: str, pixels: Tensor) -> Tensor:
@@ -216,36 +218,36 @@ def _channels_first(name: str, pixels: Tensor) -> Tensor:
 
 
 def _digits() -> Source:
-    """Scikit-learn's 8 x 8 digits; every fourth of each class is for the test."""
-    images, labels = needed("sklearn.datasets", "scikit-learn").load_digits(return_X_y=True)
+    """Scikit-learn's 8 x 8 digits. Every fourth image of each class is a test image."""
+    images, labels = import_optional("sklearn.datasets", "scikit-learn").load_digits(return_X_y=True)
     pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    place = np.zeros(len(labels), dtype=np.int64)  # of each image within its class
+    index = np.zeros(len(labels), dtype=np.int64)  # within the class
     for digit in range(10):
-        place[labels == digit] = np.arange((labels == digit).sum())
-    test = place % 4 == 3
+        index[labels == digit] = np.arange((labels == digit).sum())
+    test = index % 4 == 3
     return from_arrays("digits", (pixels[~test], labels[~test]), (pixels[test], labels[test]))
 
 
 # ---- the publishers' formats ----
 
 
-def _from_files(found: Found) -> Source:
-    return {"mnist": _mnist, "cifar100": _cifar100}[found.published.name](found, contents(found))
+def _from_files(copy: LocalCopy) -> Source:
+    return {"mnist": _mnist, "cifar100": _cifar100}[copy.published.name](copy, contents(copy))
 
 
-def _mnist(found: Found, parts: Mapping[str, bytes]) -> Source:
+def _mnist(copy: LocalCopy, parts: Mapping[str, bytes]) -> Source:
     arrays: dict[str, Bytes] = {}
     for part, content in parts.items():
         try:
             arrays[part] = parse_idx(content, axes=3 if "images" in part else 1)
         except ValueError as error:
-            raise found.damaged(part, str(error)) from None
+            raise copy.damaged(part, str(error)) from None
     for half in ("train", "t10k"):
         images, labels = arrays[f"{half}-images-idx3-ubyte"], f"{half}-labels-idx1-ubyte"
         if len(arrays[labels]) != len(images):
-            raise found.damaged(labels, f"has {len(arrays[labels])} labels for {len(images)} images")
+            raise copy.damaged(labels, f"has {len(arrays[labels])} labels for {len(images)} images")
         if arrays[labels].max() > 9:
-            raise found.damaged(labels, f"has a label {arrays[labels].max()}, expected 0 to 9")
+            raise copy.damaged(labels, f"has a label {arrays[labels].max()}, expected 0 to 9")
     train, test = (
         (arrays[f"{half}-images-idx3-ubyte"], arrays[f"{half}-labels-idx1-ubyte"]) for half in ("train", "t10k")
     )
@@ -253,7 +255,7 @@ def _mnist(found: Found, parts: Mapping[str, bytes]) -> Source:
 
 
 def parse_idx(content: bytes, axes: int) -> Bytes:
-    """What an IDX file of bytes holds: 0, 0, 8, the number of axes; the length of each, big-endian; the values.
+    """Parse an IDX file of bytes: 0, 0, 8, the number of axes; the length of each, big-endian; the values.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 5, 0, 4]), axes=1)
     array([5, 0, 4], dtype=uint8)
@@ -271,26 +273,26 @@ def parse_idx(content: bytes, axes: int) -> Bytes:
     return np.frombuffer(content, np.uint8, offset=start).reshape(lengths)
 
 
-def _cifar100(found: Found, parts: Mapping[str, bytes]) -> Source:
+def _cifar100(copy: LocalCopy, parts: Mapping[str, bytes]) -> Source:
     lines = parts["fine_label_names.txt"].decode("utf-8", errors="replace").splitlines()
     classes = [line.strip() for line in lines if line.strip()]
     if not classes:
-        raise found.damaged("fine_label_names.txt", "names no classes")
+        raise copy.damaged("fine_label_names.txt", "names no classes")
     halves = []
     for part in ("train.bin", "test.bin"):
         try:
             pixels, labels = parse_cifar100(parts[part])
         except ValueError as error:
-            raise found.damaged(part, str(error)) from None
+            raise copy.damaged(part, str(error)) from None
         if labels.max() >= len(classes):
             names = f"fine_label_names.txt has {len(classes)} names"
-            raise found.damaged(part, f"has a label {labels.max()}, but {names}")
+            raise copy.damaged(part, f"has a label {labels.max()}, but {names}")
         halves.append((pixels, labels))
     return from_arrays("cifar100", halves[0], halves[1], classes)
 
 
 def parse_cifar100(content: bytes) -> tuple[Bytes, Bytes]:
-    """Images [n, 3, 32, 32] and fine labels: each record is a coarse label, a fine label and 3072 bytes of pixels."""
+    """Parse images [n, 3, 32, 32] and fine labels. A record is a coarse and a fine label and 3072 bytes of pixels."""
     if not content or len(content) % 3074:
         raise ValueError(f"has {len(content)} bytes, expected a multiple of 3074, the size of an image and its labels")
     records = np.frombuffer(content, np.uint8).reshape(-1, 3074)
@@ -303,10 +305,10 @@ _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 _SIZE = 32
 _TEST_SHARE = 0.2
 _SEED = 0
-_VERSION = 1  # of what is cached: count up when images are decoded differently
+_VERSION = 1  # of the cache: increase when decoding changes
 
 Listing = dict[str, list[Path]]
-"""The images of each class, by its name."""
+"""The image files of each class, by its name."""
 
 
 def _folder(name: str, *, cached: bool = True) -> Source:
@@ -320,25 +322,25 @@ def _folder(name: str, *, cached: bool = True) -> Source:
 
 
 def _parse_folder(name: str) -> tuple[Path, int]:
-    path, asked, size = name.removeprefix("folder:").partition("?size=")
-    if asked and not (size.isdecimal() and 1 <= int(size) <= 4096):
-        raise DataError(
-            f"the size in {name!r} must be a whole number of pixels from 1 to 4096, as in folder:PATH?size=64"
-        )
-    root = home(path)
+    path, has_size, size = name.removeprefix("folder:").partition("?size=")
+    if has_size and not (size.isdecimal() and 1 <= int(size) <= 4096):
+        raise DataError(f"the size in {name!r} must be an integer from 1 to 4096, as in folder:PATH?size=64")
+    root = expand_home(path)
     if not path or not root.is_dir():
-        raise DataError(f"{name!r}: there is no folder {path!r}; give one that has a folder of images per class")
-    return root, int(size) if asked else _SIZE
+        raise DataError(f"{name!r}: there is no folder {path!r}; give a folder with one subfolder of images per class")
+    return root, int(size) if has_size else _SIZE
 
 
 def _listings(root: Path) -> tuple[Listing, Listing]:
-    """The images for training and test: as they lie in `train` and `test`, or split."""
+    """The training and test images: from the folders `train` and `test` if present, else split."""
     if not ((root / "train").is_dir() and (root / "test").is_dir()):
         return _split(_listing(root))
     train, test = _listing(root / "train"), _listing(root / "test")
-    if odd := sorted(train.keys() ^ test.keys()):
-        lacking = root / ("train" if odd[0] in test else "test")
-        raise DataError(f"{lacking} has no folder for the class {odd[0]!r}; train and test need the same classes")
+    if unmatched := sorted(train.keys() ^ test.keys()):
+        incomplete = root / ("train" if unmatched[0] in test else "test")
+        raise DataError(
+            f"{incomplete} has no folder for the class {unmatched[0]!r}; train and test need the same classes"
+        )
     return train, test
 
 
@@ -361,19 +363,19 @@ def _is_image(path: Path) -> bool:
 
 
 def _split(listing: Listing) -> tuple[Listing, Listing]:
-    """A fifth of each class for the test, drawn by hashes of the names, so that it is the same everywhere."""
+    """Split off a fifth of each class for testing, by a hash of the file names: the same split on every machine."""
     train, test = {}, {}
     for name, paths in listing.items():
         if len(paths) < 2:
             raise DataError(f"{paths[0].parent} has one image, expected at least two: one to train and one to test")
-        drawn = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(f"{_SEED}/{path.name}")).digest())
+        shuffled = sorted(paths, key=lambda path: hashlib.sha256(os.fsencode(f"{_SEED}/{path.name}")).digest())
         count = max(1, round(_TEST_SHARE * len(paths)))
-        test[name], train[name] = sorted(drawn[:count]), sorted(drawn[count:])
+        test[name], train[name] = sorted(shuffled[:count]), sorted(shuffled[count:])
     return train, test
 
 
 def _decoded_once(root: Path, parts: Sequence[Sequence[Path]], size: int) -> list[Bytes]:
-    """The decoded images from the cache, which they are put into the first time if it can be written to."""
+    """Decode images once; later calls read the cache. A read-only cache is ignored."""
     folder = user_cache() / "folders" / _key(root, parts, size)
     files = [folder / "train.npy", folder / "test.npy"]
     with suppress(OSError, ValueError, EOFError):
@@ -392,20 +394,20 @@ def _is_cache_of(paths: Sequence[Path], size: int, array: Bytes) -> bool:
 
 
 def _key(root: Path, parts: Sequence[Sequence[Path]], size: int) -> str:
-    """Changes when a file comes, goes or is written to."""
-    listing = []
+    """A cache key that changes when a file is added, removed or written."""
+    files = []
     for paths in parts:
         stats = ((path, path.stat()) for path in paths)
-        listing.append(
+        files.append(
             [(str(path.relative_to(root)), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
         )
-    described = json.dumps([_VERSION, size, str(root.resolve()), listing])
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
+    description = json.dumps([_VERSION, size, str(root.resolve()), files])
+    return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
 def _decode_parts(parts: Sequence[Sequence[Path]], size: int) -> list[Bytes]:
-    """Images [n, size, size, channels], with one channel if all of them are grey, else three."""
-    needed("PIL.Image", "pillow")
+    """Decode images to [n, size, size, channels], with one channel if all are gray, else three."""
+    import_optional("PIL.Image", "pillow")
     with ThreadPoolExecutor() as pool:
         decoded = [list(pool.map(lambda path: _decode(path, size), paths)) for paths in parts]
     channels = max(image.shape[-1] for images in decoded for image in images)
@@ -418,18 +420,18 @@ def _decode(path: Path, size: int) -> Bytes:
     try:
         with Image.open(path) as opened:
             image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith(("I", "F")):  # Pillow would cut their values off at 255
+            if image.mode.startswith(("I", "F")):  # Pillow would clip their values at 255
                 image = Image.fromarray(_eight_bits(np.asarray(image)))
             if "transparency" in image.info:
                 image = image.convert("RGBA")
             image = image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
             pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.uint8)
     except Exception as error:  # a damaged image may raise almost anything
-        raise DataError(f"{path} will not open as an image ({error}); replace it or remove it") from None
+        raise DataError(f"{path} cannot be opened as an image ({error}); replace or remove it") from None
     return pixels.reshape(size, size, -1)
 
 
 def _eight_bits(values: NDArray[Any]) -> Bytes:
-    """Values of 16 bits, or floats from 0 to 1, as bytes."""
+    """Convert 16-bit values, or floats from 0 to 1, to bytes."""
     scaled = values * 255.0 if values.dtype.kind == "f" else values / 257
     return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)

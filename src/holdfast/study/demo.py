@@ -3,25 +3,25 @@
 from typing import Any
 
 from holdfast.methods import METHODS
-from holdfast.study.paper import NOTHING_HELD_BACK, OFF, actual
-from holdfast.study.records import Run
-from holdfast.training import Plan
+from holdfast.runs.plan import Plan
+from holdfast.study.paper import FULLY_PLASTIC, OFF, actual
+from holdfast.study.store import Run
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "npc": {"beta": 0.5, "rate": 1e-3},
     "cpc": {"beta": 0.2, "rate": 1e-3},
-    OFF: {"beta": NOTHING_HELD_BACK, "rate": 1e-3},
+    OFF: {"beta": FULLY_PLASTIC, "rate": 1e-3},
     "ewc": {"strength": 1e7},
     "mas": {"strength": 1.0},
     "si": {"strength": 20.0},
     "ssl": {"strength": 2.0},
     "lwf": {"weight": 0.2},
 }
-"""Chosen on validation images by `holdfast sweep`, as docs/demo.md tells."""
+"""Chosen on validation images by `holdfast sweep`; the commands are in docs/demo.md."""
 
 
 def runs(seeds: int, epochs: float) -> list[Run]:
-    """All methods, seed after seed."""
+    """All methods, by seed."""
     return [_run(method, seed, epochs) for seed in range(seeds) for method in (*METHODS, OFF)]
 
 

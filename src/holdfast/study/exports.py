@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import atomic
-from holdfast.metrics import Summary
-from holdfast.study.records import Entry
+from holdfast.runs.metrics import Summary
+from holdfast.study.store import Entry
 from holdfast.study.tables import Comparison, Estimate, Row, compare
 
 METRICS = tuple(item.name for item in dataclasses.fields(Summary))
-"""The names of all that is read off a matrix."""
+"""The names of the metrics of an accuracy matrix."""
 
-TABLE = ("stream", "tasks", "judged_on", "method", "quantity", "task", "mean", "standard_error", "runs")
+TABLE = ("stream", "tasks", "evaluate_on", "method", "quantity", "task", "mean", "standard_error", "runs")
 """The columns of `table.csv`."""
 
 
@@ -34,20 +34,31 @@ def write(folder: Path, entries: Sequence[Entry]) -> list[Path]:
 
 
 def run_line(entry: Entry) -> dict[str, Any]:
-    """What is known of a run. What came out of it is None as long as it has not ended."""
+    """A run as plain data. The outcome of a run that has not ended is None."""
     run, record = entry.run, entry.record
-    plan = {name: value for name, value in run.plan.items() if name not in ("seed", "settings")}
+    plan = run.plan.as_dict()
+    seed, settings = plan.pop("seed"), plan.pop("settings")
     line = {
         "run": run.id,
         "name": run.name,
         "stream": run.stream,
         "tasks": run.tasks,
         "state": entry.state,
-        "seed": run.plan["seed"],
+        "seed": seed,
         "plan": plan,
-        "settings": dict(run.plan["settings"]),
+        "settings": settings,
     }
-    ended = ("summary", "accuracy", "device", "versions", "seconds", "images_per_second", "peak_bytes", "failure")
+    ended = (
+        "summary",
+        "accuracy",
+        "device",
+        "versions",
+        "seconds",
+        "images_per_second",
+        "peak_bytes",
+        "memory",
+        "failure",
+    )
     if record is None:
         return line | dict.fromkeys(ended)
     outcome = record.as_dict() | {"accuracy": record.matrix[-1] if record.matrix else None}
@@ -55,25 +66,25 @@ def run_line(entry: Entry) -> dict[str, Any]:
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values within values by names of their own.
+    """Flatten nested values: inner names are joined by dots, list items are numbered from 1.
 
     >>> flat({"seed": 0, "plan": {"lr": 0.1}, "accuracy": [0.9, 0.8]})
     {'seed': 0, 'plan.lr': 0.1, 'accuracy.1': 0.9, 'accuracy.2': 0.8}
     """
     found: dict[str, Any] = {}
     for name, value in line.items():
-        inner = {str(place): each for place, each in enumerate(value, 1)} if isinstance(value, list) else value
+        inner = {str(number): each for number, each in enumerate(value, 1)} if isinstance(value, list) else value
         found |= flat(inner, f"{prefix}{name}.") if isinstance(inner, Mapping) else {f"{prefix}{name}": inner}
     return found
 
 
 def table_lines(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-    """A line for each number of each row of each comparison; what no run has is left out."""
+    """One line for each number of each row of each comparison. Metrics that no run has are omitted."""
     return [
         {
             "stream": comparison.stream,
             "tasks": len(comparison.tasks),
-            "judged_on": comparison.judged_on,
+            "evaluate_on": comparison.evaluate_on,
             "method": row.name,
             "quantity": quantity,
             "task": task,

@@ -1,6 +1,6 @@
-"""The page of a study: one file with all of it, which needs nothing from anywhere else.
+"""The page of a study: one self-contained HTML file.
 
-What is shown is decided here, how it looks in `page.html.jinja`, `page.css` and `page.js` beside this file.
+This module decides the contents. `page.html.jinja`, `page.css` and `page.js` beside it decide the looks.
 """
 
 import base64
@@ -16,43 +16,24 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-import holdfast
 from holdfast import atomic
-from holdfast.record import Record
-from holdfast.study import exports, figures, files, paper, sweep
+from holdfast.methods import BOUNDS
+from holdfast.runs.plan import default_plan
+from holdfast.runs.record import Record
+from holdfast.study import exports, figures, paper, studyfile, sweep
+from holdfast.study.defaults import defaults_for
 from holdfast.study.figures import Drawing
-from holdfast.study.records import Entry, Run, State, Study, default_name
-from holdfast.study.tables import Comparison, Row, compare
-from holdfast.study.usual import usual
-
-DEFAULTS: dict[str, Any] = {
-    "settings": {},
-    "model": "paper_cnn",
-    "width": 1.0,
-    "seed": 0,
-    "lr": 0.05,
-    "batch": 512,
-    "epochs": 30,
-    "epoch": "paper",
-    "heads": "masked",
-    "judged_on": "test",
-    "curve": 1,
-    "neurons": False,
-    "precision": "float32",
-    "compile": False,
-    "deterministic": False,
-}
-"""Those of `holdfast.training.Plan`, which this module does not import because that imports torch."""
-
-BOUNDS = ("joint", "separate")
-"""The methods that keep all data, or a model for each task: what others can be measured by, and no rivals of theirs."""
+from holdfast.study.options import options
+from holdfast.study.store import Entry, Run, State, Study, default_name
+from holdfast.study.tables import Comparison, Row, compare, percent
+from holdfast.version import __version__
 
 Fact = tuple[str, str]
-"""Something known of a run: what, and its value."""
+"""A name and a value, as the page shows them."""
 
 
 def write(study: Study) -> Path:
-    """Write the page of a study, and beside it its figures and its numbers as files.
+    """Write the page of a study, its figures and its tables.
 
     Returns:
         The path of the page, `index.html`.
@@ -89,12 +70,12 @@ def _page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": _percent, "memory": _memory, "decimal": _decimal, "svg": _svg}
+    environment.filters |= {"percent": percent, "memory": _memory, "decimal": _decimal, "svg": _svg}
     script = _asset("page.js")
     common = _common(entries)
     return environment.get_template("page.html.jinja").render(
         name=name,
-        summary=summarise(entries),
+        summary=summarize(entries),
         comparisons=comparisons,
         searches=searches,
         best=best,
@@ -103,7 +84,7 @@ def _page(
         common=common,
         several_streams=len({entry.run.stream for entry in entries}) > 1,
         groups=_groups(entries, common),
-        version=holdfast.__version__,
+        version=__version__,
         style=_asset("page.css"),
         script=script,
         script_hash=_hash(script),
@@ -115,20 +96,20 @@ def _asset(name: str) -> Markup:
 
 
 def _hash(script: str) -> str:
-    """How a Content-Security-Policy names the one script that may run."""
+    """The name of the only script that the Content-Security-Policy permits."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 # ---- in a sentence ----
 
 
-def summarise(entries: Sequence[Entry]) -> str:
-    """What was done, and how far it has come, in a sentence."""
+def summarize(entries: Sequence[Entry]) -> str:
+    """The contents of the study and its progress, in one sentence."""
     if not entries:
         return "There are no runs in this study yet."
     streams = list(dict.fromkeys(entry.run.stream for entry in entries))
     methods = {entry.run.name for entry in entries}
-    seeds = {str(entry.run.plan["seed"]) for entry in entries}
+    seeds = {str(entry.run.plan.seed) for entry in entries}
     where = f"{len(streams)} streams" if len(streams) > 4 else _and(streams)
     done = f"{_count(len(methods), 'method')} on {where} with {_count(len(seeds), 'seed')}"
     return f"{done}: {_count(len(entries), 'run')}, {_how_far(entries)}."
@@ -156,17 +137,17 @@ def _and(words: Sequence[str]) -> str:
 
 
 def beside(comparison: Comparison) -> list[tuple[Row, list[paper.Pair]]]:
-    """The methods that the paper has too, with what it printed of them."""
+    """The rows that the paper has too, with its results."""
     rows = [(row, paper.beside(comparison.stream, row)) for row in comparison.rows]
-    return [(row, pairs) for row, pairs in rows if pairs and comparison.judged_on == "test"]
+    return [(row, pairs) for row, pairs in rows if pairs and comparison.evaluate_on == "test"]
 
 
 def best(comparison: Comparison) -> list[Row]:
-    """The rows with the highest average of all that are rivals, if there are at least two."""
+    """The rows with the highest average, bounds excluded, if at least two rows compete."""
     found = [
         (final.mean, row)
         for row in comparison.rows
-        if (final := row.metric("final")) is not None and row.entries[0].run.plan["method"] not in BOUNDS
+        if (final := row.metric("final")) is not None and row.entries[0].run.plan.method not in BOUNDS
     ]
     if len(found) < 2:
         return []
@@ -183,17 +164,17 @@ class Line(NamedTuple):
     entry: Entry
     state: State
     facts: list[Fact]
-    """What others of its group do not share."""
+    """The facts that its group does not share."""
     failure: str | None
 
 
 class Group(NamedTuple):
-    """The runs that differ in their seeds alone."""
+    """Runs that differ only in their seeds."""
 
     run: Run
     how_far: str
     facts: list[Fact]
-    """What they share, and not all runs of the study do."""
+    """The facts that they share, except those of the whole study."""
     lines: list[Line]
     command: str
 
@@ -202,35 +183,34 @@ def _groups(entries: Iterable[Entry], common: Sequence[Fact]) -> list[Group]:
     alike: dict[str, list[Entry]] = {}
     for entry in entries:
         run = entry.run
-        plan = {name: value for name, value in run.plan.items() if name != "seed"}
+        plan = run.plan.as_dict() | {"seed": None}
         alike.setdefault(json.dumps([run.stream, run.tasks, run.name, plan], sort_keys=True), []).append(entry)
     found = [_group(sorted(group, key=_by_seed), common) for group in alike.values()]
     return sorted(found, key=lambda group: (_natural(group.run.stream), _natural(group.run.name)))
 
 
 def _natural(name: str) -> list[str | float]:
-    """What names are sorted by: the numbers in them by their size.
+    """A sort key in which numbers within names count by their size.
 
     >>> sorted(["ewc 10", "ewc 2", "ewc 0.5", "EWC 1e-05"], key=_natural)
     ['EWC 1e-05', 'ewc 0.5', 'ewc 2', 'ewc 10']
     """
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", name.casefold())
-    return [float(part) if place % 2 else part for place, part in enumerate(parts)]
+    return [float(part) if number % 2 else part for number, part in enumerate(parts)]
 
 
-def _by_seed(entry: Entry) -> tuple[int, str]:
-    seed = str(entry.run.plan["seed"])
-    return len(seed), seed
+def _by_seed(entry: Entry) -> int:
+    return entry.run.plan.seed
 
 
 def _group(entries: list[Entry], common: Sequence[Fact]) -> Group:
     run = entries[0].run
     records = [entry.record for entry in entries if entry.record is not None]
     ended = [_found(record) for record in records]
-    shared = [*_planned(run), *(_shared(ended) if ended else _facts(run.plan["settings"]))]
+    shared = [*_planned(run), *(_shared(ended) if ended else _facts(run.plan.settings))]
     known = {*common, *shared}
     lines = [_line(entry, known) for entry in entries]
-    seeds = [entry.run.plan["seed"] for entry in entries]
+    seeds = [entry.run.plan.seed for entry in entries]
     own = [fact for fact in shared if fact not in common]
     device = "cpu" if records and all(str(record.device).endswith("CPU") for record in records) else None
     return Group(run, _how_far(entries), own, lines, command(run, seeds, device))
@@ -244,20 +224,20 @@ def _line(entry: Entry, known: set[Fact]) -> Line:
 
 
 def _common(entries: Sequence[Entry]) -> list[Fact]:
-    """What all runs share; of where they ran, all that have ended."""
+    """The facts that all runs share, and the conditions that all ended runs share."""
     planned = [_planned(entry.run) for entry in entries]
     conditions = [_conditions(entry.record) for entry in entries if entry.record is not None]
     return [*_shared(planned), *_shared(conditions)]
 
 
 def _planned(run: Run) -> list[Fact]:
-    """What was asked for, but the seed and the settings of the method."""
-    fields = {name: value for name, value in run.plan.items() if name not in ("seed", "settings")}
+    """The stream and the plan of a run, without the seed and the settings of the method."""
+    fields = {name: value for name, value in run.plan.as_dict().items() if name not in ("seed", "settings")}
     return _facts({"stream": run.stream, "tasks": "all" if run.tasks is None else run.tasks} | fields)
 
 
 def _found(record: Record) -> list[Fact]:
-    """What only a run that has ended knows."""
+    """The settings, including defaults, and the conditions of an ended run."""
     return [*_facts(record.settings), *_conditions(record)]
 
 
@@ -282,30 +262,34 @@ def _failure(record: Record) -> str | None:
         return None
     task, step = record.failure.get("task"), record.failure.get("step")
     where = f"in task {task + 1}, step {step}: " if isinstance(task, int) else ""
-    return f"{where}{record.failure.get('why', 'no reason was recorded')}"
+    return f"{where}{record.failure.get('why', 'reason unknown')}"
 
 
-# ---- how to run it again ----
+# ---- commands ----
 
 
 def command(run: Run, seeds: Sequence[int], device: str | None = None) -> str:
-    """The shell command for a run with these seeds, on a device if it is named; `DIR` stands for the folder of a study.
+    """The shell command for a run with these seeds. `DIR` stands for the folder of a study.
 
-    What the command does of itself, which for some streams is not what a plan does, is left out.
+    Options at the defaults of the stream are omitted.
 
-    >>> command(Run("digits", {"method": "npc", "epochs": 20.0, "settings": {"rate": 0.001}}, None, "mine", ""), [0, 1])
+    >>> from holdfast.runs.plan import Plan
+    >>> plan = Plan("npc", {"rate": 0.001}, **(defaults_for("digits") | {"epochs": 20}))
+    >>> command(Run.of("digits", plan, name="mine"), [0, 1])
     'holdfast run digits npc --seeds 2 --epochs 20 --set rate=0.001 --name mine --out DIR'
     """
-    method, settings = str(run.plan["method"]), run.plan["settings"]
-    words = ["holdfast", "run", run.stream, method]
+    plan = run.plan
+    words = ["holdfast", "run", run.stream, plan.method]
     if run.tasks is not None:
         words += ["--tasks", str(run.tasks)]
     words += _seeds(seeds)
-    for name, default in (DEFAULTS | usual(run.stream)).items():
-        words += _option(name, run.plan.get(name, default), default)
-    for name, value in settings.items():
+    defaults = default_plan() | defaults_for(run.stream)
+    for name, option in options().items():
+        if (value := getattr(plan, name)) != defaults[name]:
+            words += option.words(value)
+    for name, value in plan.settings.items():
         words += ["--set", f"{name}={_setting(value)}"]
-    if run.name != default_name(method, settings):
+    if run.name != default_name(plan.method, plan.settings):
         words += ["--name", run.name]
     if device is not None:
         words += ["--device", device]
@@ -318,30 +302,22 @@ def _seeds(seeds: Sequence[int]) -> list[str]:
     return [word for seed in seeds for word in ("--seed", str(seed))]
 
 
-def _option(name: str, value: Any, default: Any) -> list[str]:
-    if name in ("seed", "settings") or value == default:
-        return []
-    if name == "judged_on":
-        return ["--validation"]
-    return [f"--{name}"] if value is True else [f"--{name}", _text(value)]
-
-
 def _setting(value: Any) -> str:
-    """A value as the command line reads it: in quotes if it is text that would be read as something else.
+    """A value as the command line parses it: quoted if it is text that would be parsed as another value.
 
     >>> _setting("proximal"), _setting("3"), _setting(1e-5), _setting(True)
     ('proximal', '"3"', '1e-05', 'true')
     """
     if isinstance(value, str):
-        return value if value and files.value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
+        return value if value and studyfile.value(value.strip()) == value else json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# ---- how values are written ----
+# ---- formats ----
 
 
 def _text(value: Any) -> str:
-    """A value in few characters, none of its digits lost.
+    """A short text of a value, with all its digits.
 
     >>> _text(20.0), _text(1e-05), _text(True), _text(None), _text("mlp"), _text([1, 2])
     ('20', '1e-05', 'yes', 'none', 'mlp', '[1, 2]')
@@ -351,12 +327,8 @@ def _text(value: Any) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def _percent(share: float, digits: int = 2) -> str:
-    return f"{100 * share:.{digits}f}"
-
-
 def _decimal(value: Any) -> str:
-    """A number as people read it.
+    """A number with thousands separators or two decimals.
 
     >>> _decimal(0.0312), _decimal(1.8686), _decimal(12989.17), _decimal("?")
     ('0.03', '1.87', '12,989', '?')
@@ -367,13 +339,15 @@ def _decimal(value: Any) -> str:
 
 
 def _memory(size: Any) -> str:
-    """Bytes as people read them; some systems do not say.
+    """A number of bytes in KiB, MiB or GiB; 0 is unknown.
 
-    >>> _memory(409190400), _memory(3 * 2**30), _memory(0)
-    ('390 MiB', '3.0 GiB', 'unknown')
+    >>> _memory(1536), _memory(409190400), _memory(3 * 2**30), _memory(0)
+    ('1.5 KiB', '390 MiB', '3.0 GiB', 'unknown')
     """
     if not isinstance(size, int | float) or size <= 0:
         return "unknown"
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 

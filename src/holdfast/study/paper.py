@@ -3,26 +3,26 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from holdfast.study.records import Run
+from holdfast.methods import METHODS, parts_of
+from holdfast.methods.building import joined_settings
+from holdfast.runs.plan import Plan
+from holdfast.study.store import Run
 from holdfast.study.tables import Estimate, Row
-
-if TYPE_CHECKING:
-    from holdfast.training import Plan
 
 TASKS = 5
 SGD_LR = 0.05
 PLASTIC_LR = 0.1
 OFF = "npc off"
-"""NPC that holds nothing back: plain SGD at NPC's learning rate, with the importance of its neurons measured."""
-NOTHING_HELD_BACK = 1e12
-"""A beta so large that every neuron is fully plastic."""
+"""The name of NPC with fully plastic neurons: SGD at NPC's learning rate, with the importance of neurons measured."""
+FULLY_PLASTIC = 1e12
+"""A beta at which every neuron is fully plastic."""
 
-METHODS = ("npc", "ewc", "mas", "si", "ssl", "cpc", "finetune")
-"""The seven that the paper compares, in the order of its Table 1."""
+COMPARED = ("npc", "ewc", "mas", "si", "ssl", "cpc", "finetune")
+"""The methods of the paper's Table 1, in its order."""
 FURTHER = ("lwf", "joint", "separate")
-"""Rows that the paper does not have."""
+"""Methods that are not in the paper's table."""
 
 
 def actual(name: str) -> str:
@@ -31,15 +31,20 @@ def actual(name: str) -> str:
 
 
 def learning_rate(name: str) -> float:
-    """The paper's, of a row: eta_max where the rate is controlled."""
-    return PLASTIC_LR if actual(name) in ("npc", "cpc") else SGD_LR
+    """The paper's learning rate for a row: its eta_max for methods that control plasticity.
+
+    >>> learning_rate("npc"), learning_rate("lwf+npc"), learning_rate("lwf")
+    (0.1, 0.1, 0.05)
+    """
+    plastic = any(METHODS[part].role == "plasticity" for part in parts_of(actual(name)))
+    return PLASTIC_LR if plastic else SGD_LR
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "imnist": {
         "npc": {"beta": 0.7, "rate": 1e-3},
         "cpc": {"beta": 0.7, "rate": 1e-3},
-        OFF: {"beta": NOTHING_HELD_BACK, "rate": 1e-3},
+        OFF: {"beta": FULLY_PLASTIC, "rate": 1e-3},
         "ewc": {"strength": 100.0},
         "mas": {"strength": 1.0},
         "si": {"strength": 0.1},
@@ -48,14 +53,25 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "icifar100": {
         "npc": {"beta": 0.7, "rate": 5e-4},
         "cpc": {"beta": 0.7, "rate": 5e-4},
-        OFF: {"beta": NOTHING_HELD_BACK, "rate": 5e-4},
+        OFF: {"beta": FULLY_PLASTIC, "rate": 5e-4},
         "ewc": {"strength": 300.0},
         "mas": {"strength": 1.0},
         "si": {"strength": 0.1},
         "ssl": {"sparsity": 1e-5},
     },
 }
-"""The paper's hyperparameters. What is not here is at its default."""
+"""The paper's hyperparameters. Settings not listed here have their defaults."""
+
+
+def settings_of(stream: str, name: str) -> dict[str, Any]:
+    """The paper's settings of a row. A composed method has those of its parts.
+
+    >>> settings_of("icifar100", "lwf+npc")
+    {'npc.beta': 0.7, 'npc.rate': 0.0005}
+    """
+    known = SETTINGS[stream]
+    return dict(known[name]) if name in known else joined_settings({p: known.get(p, {}) for p in parts_of(name)})
+
 
 _PERCENT = {
     "imnist": {
@@ -85,7 +101,7 @@ class Printed(NamedTuple):
 
 
 def table1(stream: str, method: str) -> Printed | None:
-    """What the paper's Table 1 says of a method.
+    """The row of a method in the paper's Table 1.
 
     >>> table1("icifar100", "npc").average.percent()
     '71.87(0.65)'
@@ -103,7 +119,7 @@ def _estimate(cell: str) -> Estimate:
 
 
 def differ(ours: Estimate, theirs: Estimate) -> bool | None:
-    """Whether two means differ by more than two standard errors of their difference; None if that is unknown.
+    """Whether two means differ by more than two standard errors of their difference; None without standard errors.
 
     >>> differ(Estimate(0.70, 0.01, 3), Estimate(0.7187, 0.0065, 3))
     False
@@ -114,7 +130,7 @@ def differ(ours: Estimate, theirs: Estimate) -> bool | None:
 
 
 class Pair(NamedTuple):
-    """What came out here, and what the paper printed."""
+    """A result of this study and the paper's."""
 
     ours: Estimate
     theirs: Estimate
@@ -125,7 +141,7 @@ class Pair(NamedTuple):
 
 
 def beside(stream: str, row: Row) -> list[Pair]:
-    """A method's accuracy on each task and on average, beside the paper's; empty if there is nothing to compare."""
+    """Pair a row's accuracies, on each task and on average, with the paper's. Empty if the paper has no such row."""
     printed, average = table1(stream, row.name), row.metric("final")
     if printed is None or average is None or len(printed.tasks) != len(row.tasks):
         return []
@@ -136,25 +152,25 @@ def runs(
     stream: str,
     methods: Iterable[str],
     seeds: int,
-    plan: "Plan",
+    plan: Plan,
     *,
     tasks: int = TASKS,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Run]:
-    """The paper's experiment, seed after seed: `plan` with each method, its learning rate and its settings.
+    """The runs of the paper's experiment, by seed and method, with the paper's learning rates and settings.
 
     Args:
         stream: "imnist" or "icifar100".
-        methods: by name; `OFF` is one of them.
-        seeds: how many.
-        plan: what all runs have in common.
-        tasks: of the stream.
-        settings: over the paper's, by method.
+        methods: the names of the rows: methods, or `OFF`.
+        seeds: the number of seeds.
+        plan: the plan that all runs share.
+        tasks: the number of tasks.
+        settings: settings that replace the paper's, by row.
     """
     chosen = []
     for seed in range(seeds):
         for method in methods:
-            own = SETTINGS[stream].get(method, {}) | dict((settings or {}).get(method, {}))
+            own = settings_of(stream, method) | dict((settings or {}).get(method, {}))
             made = replace(
                 plan, method=actual(method), settings=own, lr=own.pop("lr", learning_rate(method)), seed=seed
             )

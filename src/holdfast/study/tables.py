@@ -1,4 +1,4 @@
-"""What several runs say together: means and standard errors over seeds, method beside method."""
+"""Tables of runs: means and standard errors over seeds, by method."""
 
 import json
 import math
@@ -7,27 +7,36 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from holdfast.record import Record
-from holdfast.study.records import Entry, alike
+from holdfast.runs.record import Record
+from holdfast.study.store import Entry, alike
+
+
+def percent(share: float, digits: int | None = 2) -> str:
+    """Format a share as a percentage, without the sign. With `digits=None`, trailing zeros are dropped.
+
+    >>> percent(0.7187), percent(0.7187, 1), percent(0.125, None)
+    ('71.87', '71.9', '12.5')
+    """
+    return f"{round(100 * share, 6):g}" if digits is None else f"{100 * share:.{digits}f}"
 
 
 class Estimate(NamedTuple):
-    """A mean over runs, and its standard error, which one run alone does not have."""
+    """A mean over runs and its standard error, which is None for a single run."""
 
     mean: float
     error: float | None
     runs: int
 
     def percent(self, digits: int = 2) -> str:
-        """As the paper writes it: the mean in percent, and its standard error in brackets.
+        """Format as in the paper: the mean in percent, followed by its standard error in parentheses.
 
         >>> Estimate(0.7187, 0.0065, 3).percent()
         '71.87(0.65)'
         >>> Estimate(0.7187, None, 1).percent()
         '71.87'
         """
-        error = "" if self.error is None else f"({100 * self.error:.{digits}f})"
-        return f"{100 * self.mean:.{digits}f}{error}"
+        error = "" if self.error is None else f"({percent(self.error, digits)})"
+        return f"{percent(self.mean, digits)}{error}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -42,14 +51,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """All runs of one method with the same settings, which differ in their seeds."""
+    """All runs of one method with the same settings and different seeds."""
 
     name: str
     entries: list[Entry]
 
     @property
     def records(self) -> list[Record]:
-        """Of the runs that came to their end."""
+        """The records of the complete runs."""
         return [e.record for e in self.entries if e.record is not None and e.record.summary is not None]
 
     @property
@@ -58,7 +67,7 @@ class Row:
         return [estimate(values) for values in zip(*(record.matrix[-1] for record in self.records), strict=True)]
 
     def metric(self, name: str) -> Estimate | None:
-        """A number of `holdfast.metrics.Summary`, over the runs that have it."""
+        """Estimate a metric of `holdfast.runs.metrics.Summary` over the runs that have it."""
         found = [record.summary[name] for record in self.records if record.summary is not None]
         values = [value for value in found if value is not None]
         return estimate(values) if values else None
@@ -66,31 +75,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The methods that were run on the same tasks and judged on the same images."""
+    """Methods run on the same tasks and evaluated on the same images."""
 
     stream: str
     tasks: tuple[str, ...]
-    judged_on: str
+    evaluate_on: str
     rows: list[Row]
 
     @property
     def title(self) -> str:
         tasks = "1 task" if len(self.tasks) == 1 else f"{len(self.tasks)} tasks"
-        return f"{self.stream}, {tasks}, {self.judged_on} images"
+        return f"{self.stream}, {tasks}, {self.evaluate_on} images"
 
 
 def compare(entries: Iterable[Entry]) -> list[Comparison]:
-    """Put the runs that have ended beside those they can be compared with, the best method first."""
+    """Group the ended runs into comparisons, the best method first."""
     groups: dict[tuple[str, tuple[str, ...], str], list[Entry]] = {}
     for entry in entries:
         if entry.record is not None:
-            key = (entry.run.stream, tuple(entry.record.tasks), str(entry.run.plan["judged_on"]))
+            key = (entry.run.stream, tuple(entry.record.tasks), entry.run.plan.evaluate_on)
             groups.setdefault(key, []).append(entry)
     return [Comparison(*key, sorted(_rows(group), key=_rank)) for key, group in groups.items()]
 
 
 def _rows(entries: Iterable[Entry]) -> list[Row]:
-    """The runs that differ in their seeds alone, together; if a name stands for several plans, they are told apart."""
+    """Group runs that differ only in their seeds. If a name stands for several plans, their differences are added."""
     by_plan: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         by_plan.setdefault((entry.run.name, json.dumps(_settings(entry), sort_keys=True)), []).append(entry)
@@ -105,15 +114,17 @@ def _rows(entries: Iterable[Entry]) -> list[Row]:
 
 
 def _once(entries: Iterable[Entry]) -> list[Entry]:
-    """One entry per seed: a run may be there twice, as all tasks of a stream and as its first five."""
-    return list({entry.run.plan["seed"]: entry for entry in entries}.values())
+    """One entry per seed. A run can be stored twice: as all tasks of a stream, and as its first five."""
+    return list({entry.run.plan.seed: entry for entry in entries}.values())
 
 
 def _settings(entry: Entry) -> dict[str, Any]:
-    """All that decides how a run turns out, but its seed."""
-    plan = {key: value for key, value in entry.run.plan.items() if key not in ("seed", "settings")}
-    settings: dict[str, Any] = alike(plan | dict(entry.run.plan["settings"]))
-    return settings
+    """Every choice that decides the outcome of a run, except its seed."""
+    plan = entry.run.plan.as_dict()
+    settings = plan.pop("settings")
+    del plan["seed"]
+    together: dict[str, Any] = alike(plan | settings)
+    return together
 
 
 def _differences(seeds: list[Entry], several: list[list[Entry]]) -> str:

@@ -1,0 +1,20 @@
+"""The structure of a model: its layers, their neurons, and the taps at which neurons are measured.
+
+These modules only describe a model. Hooks are registered by `holdfast.taps`.
+"""
+
+from holdfast.neurons.layers import Layer, Spread, find_layers, weight_layers
+from holdfast.neurons.observe import resolve_observe
+from holdfast.neurons.protocols import MeasuresImportance, ShowsActivity
+from holdfast.neurons.rows import input_rows
+
+__all__ = [
+    "Layer",
+    "MeasuresImportance",
+    "ShowsActivity",
+    "Spread",
+    "find_layers",
+    "input_rows",
+    "resolve_observe",
+    "weight_layers",
+]

@@ -1,0 +1,104 @@
+"""Layers of a model, and the parameters of each of their neurons."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from holdfast.neurons.kinds import LAYERS, TRANSPOSED, axis_at, width_of
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Reshape one value per neuron so that it broadcasts over a parameter of these neurons.
+
+    In a grouped transposed convolution, the neurons of each group repeat once per input channel of the group.
+    """
+
+    shape: tuple[int, ...]
+    groups: int = 1
+    inputs: int = 1
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self.inputs > 1:
+            values = values.view(self.groups, 1, -1).expand(-1, self.inputs, -1)
+        return values if values.shape == self.shape else values.reshape(self.shape)
+
+
+@dataclass(eq=False)
+class Layer:
+    """A set of neurons: the outputs of one module, or of several modules that share a weight.
+
+    `parameters` are the trained parameters of the neurons, each with its layout.
+    """
+
+    name: str
+    size: int
+    modules: list[nn.Module]
+    parameters: list[tuple[nn.Parameter, Spread]] = field(default_factory=list)
+
+    def own(self, parameter: nn.Parameter, spread: Spread) -> None:
+        if all(parameter is not mine for mine, _ in self.parameters):
+            self.parameters.append((parameter, spread))
+
+    def adopt(self, norm: nn.Module, trained: Collection[nn.Parameter]) -> None:
+        """Add the trained affine parameters of a normalization that follows the layer."""
+        for parameter in norm.parameters(recurse=False):
+            if parameter in trained:
+                self.own(parameter, _spread(norm, parameter))
+
+    def axis_at(self, module: nn.Module, output: Tensor) -> int:
+        """Axis of the layer's neurons in an output of `module`."""
+        return axis_at(self.modules[0], module, output)
+
+    def is_shown(self, module: nn.Module, output: Tensor) -> bool:
+        """Whether an output of `module` has the right number of neurons on the expected axis."""
+        axis = self.axis_at(module, output)
+        return 0 <= axis < output.dim() and output.shape[axis] == self.size
+
+
+def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Collection[nn.Parameter]) -> list[Layer]:
+    """Find the layers of `model` with a trained parameter and a weight that is not free."""
+    layers: dict[nn.Parameter, Layer] = {}
+    for name, module, weight in _weighted(model, free):
+        layer = layers.setdefault(weight, Layer(name, width_of(module), []))
+        layer.modules.append(module)
+        for parameter in module.parameters(recurse=False):
+            if parameter in trained:
+                layer.own(parameter, _spread(module, parameter))
+    return [layer for layer in layers.values() if layer.parameters]
+
+
+def weight_layers(model: nn.Module, free: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
+    """Return all linear and convolutional modules outside the `free` ones, by name.
+
+    Modules that share a weight are all listed.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2))
+    >>> list(weight_layers(model, free=[model[3]]))
+    ['0']
+    """
+    excluded = {parameter for module in free for parameter in module.parameters()}
+    return {name: module for name, module, _ in _weighted(model, excluded)}
+
+
+def _weighted(model: nn.Module, excluded: Collection[nn.Parameter]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Iterate over the name, module and weight of every layer that is called and has its own weight."""
+    # Attention uses the weight of its output projection without calling that module, so no hook ever runs there.
+    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    excluded = {*excluded, *(parameter for module in attention for parameter in module.parameters())}
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            weight = dict(module.named_parameters(recurse=False)).get("weight")
+            if weight is not None and weight not in excluded:  # None if parametrized: recomputed in every call
+                yield name, module, weight
+
+
+def _spread(module: nn.Module, parameter: nn.Parameter) -> Spread:
+    ones = [1] * (parameter.dim() - 2)
+    if not isinstance(module, TRANSPOSED) or parameter.dim() == 1:
+        return Spread((len(parameter), 1, *ones)[: parameter.dim()])
+    inputs, outputs = parameter.shape[:2]  # a transposed weight is [inputs, outputs / groups, *kernel]
+    if module.groups == 1:
+        return Spread((1, outputs, *ones))
+    return Spread((inputs, outputs, *ones), module.groups, inputs // module.groups)

@@ -1,0 +1,1 @@
+"""One run: its plan, its training, its checkpoints and its record."""

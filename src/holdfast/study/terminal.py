@@ -1,0 +1,187 @@
+"""A study in the terminal: progress while it runs, and tables."""
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from holdfast.study import paper
+from holdfast.study.store import Entry, Run
+from holdfast.study.tables import Comparison, Estimate, Row, percent
+
+if TYPE_CHECKING:
+    from holdfast.runs.training import Progress as Where
+    from holdfast.study.sweep import Sweep
+
+
+class Bars:
+    """Progress bars: one for each run in progress, one for all runs, and a line for each ended run."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self.console, self.runs, self.ended_so_far = console, runs, 0
+        self.bars: dict[str, TaskID] = {}
+        self.shares: dict[str, float] = {}
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+        )
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        self.began_at = time.monotonic()
+        self.all = self.progress.add_task(f"[bold]{self.runs} runs", total=self.runs, accuracy="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for bar in self.bars.values():
+            self.progress.remove_task(bar)
+        self.progress.stop()
+        took = timedelta(seconds=round(time.monotonic() - self.began_at))
+        self.console.print(f"{self.ended_so_far} of {self.runs} runs in {took}", highlight=False)
+
+    def started(self, run: Run) -> None:
+        if run.id not in self.bars:
+            self.bars[run.id] = self.progress.add_task(escape(run.label), total=1.0, accuracy="")
+
+    def progressed(self, run: Run, progress: "Where") -> None:
+        share = (progress.task + progress.step / progress.steps) / progress.tasks
+        accuracy = "" if progress.accuracy is None else f"{percent(progress.accuracy, 1)}%"
+        self.progress.update(self.bars[run.id], completed=share, accuracy=accuracy)
+        self.shares[run.id] = share
+        self._update_all()
+
+    def ended(self, run: Run, entry: Entry | None, reason: str) -> None:
+        self.ended_so_far += 1
+        self.shares.pop(run.id, None)
+        if run.id in self.bars:
+            self.progress.remove_task(self.bars.pop(run.id))
+        self._update_all()
+        self.console.print(f"{escape(run.label)}: {escape(_outcome(entry, reason))}", highlight=False)
+
+    def elsewhere(self, runs: int) -> None:
+        claimed = f" ({runs} by another process)" if runs else ""
+        self.progress.update(self.all, description=f"[bold]{self.runs} runs[/]{claimed}")
+
+    def _update_all(self) -> None:
+        self.progress.update(self.all, completed=self.ended_so_far + sum(self.shares.values()))
+
+
+def _outcome(entry: Entry | None, reason: str) -> str:
+    if entry is None or entry.record is None:
+        return reason
+    record = entry.record
+    if record.failure is not None:
+        return f"failed in task {record.failure['task'] + 1}, step {record.failure['step']}: {record.failure['why']}"
+    assert record.summary is not None
+    return f"{percent(record.summary['final'] or 0, 1)}% in {sum(record.seconds.values()):.0f} s"
+
+
+# ---- tables ----
+
+
+def _table(title: str | None = None) -> Table:
+    """A table narrow enough for a terminal of 80 columns."""
+    return Table(
+        title=None if title is None else escape(title),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def results(comparison: Comparison) -> Table:
+    """The final accuracy on each task and the metrics, best method first."""
+    table = _table(f"Accuracy in % at the end: {comparison.title}")
+    table.add_column("method")
+    for name in (*comparison.tasks, "average", "when learned", "forgetting"):
+        table.add_column(escape(name), justify="right")
+    for row in comparison.rows:
+        table.add_row(escape(row.name), *_cells(row, len(comparison.tasks)))
+    several = max((len(row.records) for row in comparison.rows), default=0)
+    table.caption = "mean over seeds (standard error)" if several > 1 else "one seed: no standard errors"
+    return table
+
+
+def _cells(row: Row, tasks: int) -> list[str]:
+    if not row.records:
+        return ["failed", *[""] * (tasks + 2)]
+    metrics = [row.metric(name) for name in ("final", "learned", "forgetting")]
+    return [*(percent(each.mean, 1) for each in row.tasks), *(_cell(each, 1) for each in metrics)]
+
+
+def _cell(value: Estimate | None, digits: int) -> str:
+    return "" if value is None else value.percent(digits)
+
+
+def beside_the_paper(comparison: Comparison, digits: int = 2) -> Table:
+    """Table 1: the results of this study, each above the paper's. A star marks a significant difference."""
+    table = _table(f"Table 1: {comparison.title}")
+    table.add_column("method")
+    for name in (*(f"task {number + 1}" for number in range(len(comparison.tasks))), "average"):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        if not row.records:
+            table.add_row(escape(row.name), "failed")
+            continue
+        pairs = paper.beside(comparison.stream, row)
+        if not pairs:
+            ours = [*row.tasks, row.metric("final")]
+            table.add_row(escape(row.name), *(_cell(each, digits) for each in ours), end_section=True)
+            continue
+        table.add_row(escape(row.name), *("*" * pair.differ + pair.ours.percent(digits) for pair in pairs))
+        theirs = [pair.theirs.percent(digits) for pair in pairs]
+        table.add_row("  paper", *theirs, style="dim", end_section=True)
+    table.caption = "mean (standard error); * differs from the paper by more than two standard errors of the difference"
+    return table
+
+
+def search(sweep: "Sweep") -> Table:
+    """The values of a search, and the best of them."""
+    table = _table()
+    table.add_column(escape(sweep.over), justify="right")
+    table.add_column("average", justify="right")
+    table.add_column("")
+    for tried in sweep.curve:
+        found = "failed" if tried.final is None else tried.final.percent()
+        table.add_row(f"{tried.value:g}", found, "best" if tried.value == sweep.best else "")
+    return table
+
+
+def runs(entries: Sequence[Entry]) -> Table:
+    """Every run of a study and its state."""
+    table = Table()
+    for name in ("run", "method", "seed", "state"):
+        table.add_column(name)
+    table.add_column("average, %", justify="right")
+    for entry in entries:
+        summary = entry.record.summary if entry.record is not None else None
+        final = "" if summary is None else percent(summary["final"] or 0)
+        cells = (entry.run.id, entry.run.name, str(entry.run.plan.seed), entry.state, final)
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def counts(entries: Iterable[Entry]) -> str:
+    """The number of runs in each state.
+
+    >>> counts([])
+    'no runs'
+    """
+    states: dict[str, int] = {}
+    for entry in entries:
+        states[entry.state] = states.get(entry.state, 0) + 1
+    return ", ".join(f"{number} {state}" for state, number in states.items()) or "no runs"

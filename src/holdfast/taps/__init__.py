@@ -1,0 +1,18 @@
+"""The only service that hooks a model. All access to the inside of a model goes through these taps."""
+
+from holdfast.taps.activations import Activation, ActivationTaps
+from holdfast.taps.calls import Call, CallTap
+from holdfast.taps.hooks import Taps
+from holdfast.taps.importance import ImportanceTaps
+from holdfast.taps.inputs import layer_inputs, module_inputs
+
+__all__ = [
+    "Activation",
+    "ActivationTaps",
+    "Call",
+    "CallTap",
+    "ImportanceTaps",
+    "Taps",
+    "layer_inputs",
+    "module_inputs",
+]

@@ -1,0 +1,65 @@
+"""Inputs of layers and modules on given data, in evaluation mode."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.neurons.rows import has_input_rows, input_rows
+from holdfast.samples import Batch, device_of, evaluating, read
+from holdfast.taps.hooks import Taps, first_input
+
+
+def layer_inputs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]
+) -> Iterator[dict[str, Tensor]]:
+    """Iterate over the inputs of `layers`, batch by batch, as rows `[n, inputs]` by layer name.
+
+    A row is the input of one product with `weight.flatten(1)`: the input of a linear layer, or a patch of a
+    convolution's input. Forwards run in evaluation mode and without gradients. The model has no hooks between batches.
+    A layer not called for a batch is missing from it; a layer called repeatedly has the rows of all calls.
+
+    Args:
+        model: the model.
+        layers: some of its linear and convolutional modules, as from `weight_layers`.
+        batches: batches of inputs, or of `(inputs, labels)`.
+
+    >>> from holdfast.neurons import weight_layers
+    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    >>> moments = {name: torch.zeros(inputs, inputs) for name, inputs in (("0", 9), ("3", 8))}
+    >>> for inputs in layer_inputs(model, weight_layers(model), [torch.randn(5, 1, 4, 4)]):
+    ...     for name, rows in inputs.items():
+    ...         moments[name] += rows.T @ rows
+    """
+    for name, module in layers.items():
+        if not has_input_rows(module):
+            raise ValueError(
+                f"layer {name!r} is {module}; only Linear and ungrouped Conv layers are supported: leave it out"
+            )
+    return (
+        {name: torch.cat([input_rows(layers[name], x) for x in given]) for name, given in inputs.items()}
+        for inputs in module_inputs(model, layers, batches)
+    )
+
+
+def module_inputs(
+    model: nn.Module, modules: Mapping[str, nn.Module], batches: Iterable[Any]
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Iterate over the first inputs of `modules`, batch by batch: one tensor per call, by module name."""
+    for batch in batches:
+        yield _inputs_on(batch if isinstance(batch, Batch) else read(batch, device_of(model)), model, modules)
+
+
+def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[Tensor]]:
+    inputs: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.setdefault(name, []).append(first_input(args, kwargs).clone())  # the model may change it in place
+
+    with Taps() as taps, torch.no_grad(), evaluating(model):
+        for name, module in modules.items():
+            taps.on_input(module, partial(keep, name), always=True)
+        batch.outputs(model)
+    return inputs
