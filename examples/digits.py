@@ -1,8 +1,7 @@
 """A plain training loop, with SGD and with the same SGD inside holdfast.NPC.
 
-A small network learns to tell 0 from 1, then 2 from 3, and so on up to 9, from the 8x8 images that come with
-scikit-learn. It never sees the images of an earlier task again. `holdfast demo` does the same with all methods, several
-seeds and figures.
+A small network learns to tell 0 from 1, then 2 from 3, and so on up to 9, on the 8x8 images of scikit-learn. It never
+sees the images of an earlier task again. `holdfast demo` does the same with all methods, several seeds and figures.
 """
 
 import argparse
@@ -20,7 +19,7 @@ IMAGES, DIGITS = (torch.tensor(values) for values in load_digits(return_X_y=True
 
 
 def part_of(task: list[int], *, test: bool) -> tuple[Tensor, Tensor]:
-    """Images, and which of the task's two digits they show. Every fourth image is for testing."""
+    """The images of a task and their labels, 0 or 1. Every fourth image is for testing."""
     chosen = torch.isin(DIGITS, torch.tensor(task)) & ((torch.arange(len(DIGITS)) % 4 == 0) == test)
     return (IMAGES[chosen] / 16).float(), DIGITS[chosen] % 2
 
@@ -32,7 +31,7 @@ def accuracy(model: nn.Module, task: list[int]) -> float:
 
 
 def learn(method: str, epochs: int) -> list[float]:
-    """Learn the tasks one after another, and return the accuracy on each of them in the end."""
+    """Learn the tasks one after another, and return the final accuracy on each."""
     torch.manual_seed(0)
     model = mlp(inputs=64, hidden=[100, 100, 100], classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,9 +50,9 @@ def learn(method: str, epochs: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=30, help="for each task (default: 30)")
+    parser.add_argument("--epochs", type=int, default=30, help="epochs per task (default: 30)")
     epochs = parser.parse_args().epochs
-    torch.set_num_threads(1)  # in so small a network, several threads would only wait for each other
+    torch.set_num_threads(1)  # in a network this small, several threads would only wait for each other
     print("Accuracy on test images after all five tasks, %")
     for method in ("SGD", "NPC"):
         found = learn(method, epochs)
