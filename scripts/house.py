@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("methods", "models", "streams", "gpu"),
     ("taps",),
     ("neurons", "samples"),
-    ("importance", "plasticity"),
+    ("importance", "plasticity", "directions"),
     ("atomic", "compiling", "errors", "registry", "version"),
 )
 """Packages and single modules, from top to bottom. A package imports only from lower floors, and from itself."""

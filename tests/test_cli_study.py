@@ -151,7 +151,7 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
     ("arguments", "said"),
     [
         (("run", "digits"), "which method? For example: holdfast run digits npc"),
-        (("run", "digits", "ncp"), "there is no method 'ncp'; there are npc, cpc"),
+        (("run", "digits", "ncp"), "there is no method 'ncp'; there are npc, dpc"),
         (("run", "digits", "npc+cpc"), "NPC and CPC cannot be combined: both control plasticity"),
         (("run", "digits", "lwf+npc", "--set", "beta=1"), "lwf+npc has no setting 'beta'; name the part too, as in"),
         (("run", "digits", "joint+npc"), "joint is a bound for the other methods and cannot be combined"),

@@ -71,7 +71,7 @@ def test_settings_are_named_by_part() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("lwf+npx", {}, "there is no method 'npx'; there are npc, cpc"),
+        ("lwf+npx", {}, "there is no method 'npx'; there are npc, dpc"),
         ("npc+npc", {}, "'npc\\+npc' names a method twice"),
         ("npc+", {}, "there is no method ''"),
         ("joint+npc", {}, "joint is a bound for the other methods and cannot be combined"),

@@ -49,7 +49,7 @@ def matrix(name: str, seed: int) -> NDArray[np.float64]:
     """Accuracy, [after task, on task]."""
     torch.manual_seed(seed)
     model = mlp(64, [100, 100, 100], 10)
-    settings = SETTINGS.get(name, {}) | ({"free": [model.head]} if name in ("npc", "cpc") else {})
+    settings = SETTINGS.get(name, {}) | ({"free": [model.head]} if METHODS[name].needs.heads else {})
     optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.05), **settings)
     rows = []
     for pair in PAIRS:

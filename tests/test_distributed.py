@@ -74,7 +74,7 @@ def two_tasks(name: str, wrap: bool, share: slice) -> dict[str, Any]:
     """What a method makes of a model, and remembers, when it learns from this share of every batch."""
     inner = build()
     model = DistributedDataParallel(inner) if wrap else inner
-    knobs = {"free": [inner[5]]} if name in ("npc", "cpc") else {}
+    knobs = {"free": [inner[5]]} if METHODS[name].needs.heads else {}
     optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.1), **knobs)
     torch.manual_seed(5)
     for _ in range(2):

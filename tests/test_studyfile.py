@@ -275,7 +275,7 @@ def test_a_mistake_is_one_line_above_the_runs_and_in_them(statement: str, said: 
         ('[[runs]]\nmethod = "ewc"', "study.toml:1: there is no field 'runs'; .* run: did you mean run.*"),
         ('\n[[run]]\nstream = "digits"', 'study.toml:2: this run has no method: add one, as in method = "npc"'),
         ('\n[[run]]\nmethod = "npc"', 'study.toml:2: this run has no stream: add one, as in stream = "digits"'),
-        ('[[run]]\nmethod = "ewk"', "study.toml:2: there is no method 'ewk'; there are npc, cpc, ewc, .*"),
+        ('[[run]]\nmethod = "ewk"', "study.toml:2: there is no method 'ewk'; there are npc, dpc, cpc, ewc, .*"),
         ('[[run]]\nmethod = ["ewc", "ewk"]', "study.toml:2: there is no method 'ewk'; there are npc, .*"),
         ("[[run]]\nmethod = 3", "study.toml:2: method must be a name in quotes, got 3"),
         ('[[run]]\nmethod = [["ewc"]]', r"study.toml:2: method must be a name in quotes, got \['ewc'\]"),
@@ -419,6 +419,7 @@ def test_settings_of_the_command_line() -> None:
 
 SETTINGS = {
     "npc": {"beta": 0.5, "rate": 1e-3, "gain": 2},
+    "dpc": {"beta": 0.5, "kappa": 10, "rate": 1e-3, "gain": 2, "samples": 5, "rank": 3},
     "cpc": {"beta": 0.5, "rate": 1e-3, "gain": 2, "normalize": "model"},
     "ewc": {"strength": 3, "labels": "exact", "samples": 5, "form": "loss"},
     "mas": {"strength": 3, "samples": 5, "form": "loss"},
@@ -431,7 +432,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SETTINGS)
 def test_a_method_has_these_settings_and_no_others(method: str) -> None:
     check_settings(method, SETTINGS[method])
     there_are = ", ".join(SETTINGS[method]) or "none"

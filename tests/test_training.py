@@ -315,7 +315,7 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
         ({"epochs": float("inf")}, "epochs must be above 0, got inf"),
         ({"settings": {"criterion": torch.nn.CrossEntropyLoss()}}, "settings: criterion must be plain data"),
         ({"settings": {"free": []}}, "free is not a setting of a plan"),
-        ({"method": "magic"}, "there is no method 'magic'; there are npc, cpc, ewc"),
+        ({"method": "magic"}, "there is no method 'magic'; there are npc, dpc, cpc, ewc"),
         ({"model": "resnet"}, "there is no model 'resnet'; there are paper_cnn"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"epoch": "week"}, "epoch must be one of paper, task; got 'week'"),

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.methods import CPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
+    from holdfast.methods import CPC, DPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
 
 __all__ = [
     "CPC",
+    "DPC",
     "EWC",
     "FineTune",
     "Joint",

@@ -10,6 +10,7 @@ from holdfast.registry import Registry
 
 if TYPE_CHECKING:
     from holdfast.methods.cpc import CPC
+    from holdfast.methods.dpc import DPC
     from holdfast.methods.ewc import EWC
     from holdfast.methods.finetune import FineTune
     from holdfast.methods.joint import Joint
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 METHODS: Registry["type[Method]"] = Registry(
     {
         "npc": "holdfast.methods.npc:NPC",
+        "dpc": "holdfast.methods.dpc:DPC",
         "cpc": "holdfast.methods.cpc:CPC",
         "ewc": "holdfast.methods.ewc:EWC",
         "mas": "holdfast.methods.mas:MAS",
@@ -73,6 +75,7 @@ __all__ = [
     "BOUNDS",
     "METHODS",
     "CPC",
+    "DPC",
     "EWC",
     "FineTune",
     "Joint",

@@ -305,6 +305,11 @@ class Method(Optimizer):
         """The share of the learning rate that is left, by name; empty if no part controls it."""
         return {} if self._inner is None else self._inner.plasticity
 
+    @property
+    def capacity(self) -> dict[str, float]:
+        """The share of each layer that finished tasks take, from 0 (free) to 1 (full); empty if no part measures it."""
+        return {} if self._inner is None else self._inner.capacity
+
     # ---- memory ----
 
     def memory(self) -> dict[str, int]:

@@ -126,14 +126,21 @@ class NPC(Plastic):
             self._start(measured)
         elif 0 < sum(values is None for values in measured) < len(measured):
             self._check_unmeasured(measured)
-        rows, moving = self._rows(measured), self._moving()
-        # On a GPU, launching these small operations one by one is slow. If the model runs compiled, a compiler is
-        # available.
-        use_compiler = self._importance.is_cuda and self._taps.compiled
-        measure, limit = (compiled(measure_), compiled(limit_all_)) if use_compiler else (measure_, limit_all_)
+        measure = compiled(measure_) if self._use_compiler else measure_
         settings = self.rate, self.beta, self.gain
-        shares = measure(self._importance, rows, self._layer, self._sizes, self._widths, settings)
+        rows = self._rows(measured)
+        self._change(measure(self._importance, rows, self._layer, self._sizes, self._widths, settings))
+
+    @property
+    def _use_compiler(self) -> bool:
+        """On a GPU, launching small operations one by one is slow. A model that runs compiled shows a compiler."""
+        return self._importance.is_cuda and self._taps.compiled
+
+    def _change(self, shares: Tensor) -> None:
+        """Take the wrapped optimizer's step, limited by the plasticity of the neurons."""
+        moving = self._moving()
         owners = [(number, spread) for _, number, spread in moving]
+        limit = compiled(limit_all_) if self._use_compiler else limit_all_
         self._limited_step(
             [parameter for parameter, _, _ in moving],
             lambda changing, before: limit(shares, self._widths, changing, owners, before),

@@ -1,14 +1,48 @@
-"""A layer's inputs as rows of a matrix, so that every layer is a matrix product."""
+"""Layers as matrix products: the inputs of a layer as rows, its weight as a matrix."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from holdfast.neurons.kinds import CONVOLUTIONS
+from holdfast.neurons.kinds import CONVOLUTIONS, LAYERS, TRANSPOSED
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a layer's weight: `[outputs, inputs / groups, *kernel]`, or transposed, by groups."""
+
+    groups: int = 1
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Layout":
+        return cls(getattr(module, "groups", 1), isinstance(module, TRANSPOSED))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight as a matrix for each group, `[groups, outputs / groups, inputs]`.
+
+        >>> Layout(groups=2).matrix(torch.zeros(8, 3, 5, 5)).shape
+        torch.Size([2, 4, 75])
+        """
+        grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
+        return (grouped.transpose(1, 2) if self.transposed else grouped).flatten(2)
+
+    def weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `matrix`, for a weight of this shape."""
+        if not self.transposed:
+            return matrix.reshape(shape)
+        split = matrix.reshape(*matrix.shape[:2], shape[0] // self.groups, *shape[2:])
+        return split.transpose(1, 2).reshape(shape)
 
 
 def has_input_rows(module: nn.Module) -> bool:
     """Whether `input_rows` supports `module`: a linear layer or an ungrouped convolution."""
-    return isinstance(module, nn.Linear) or (isinstance(module, CONVOLUTIONS) and module.groups == 1)
+    return isinstance(module, (nn.Linear, *CONVOLUTIONS)) and getattr(module, "groups", 1) == 1
 
 
 def input_rows(module: nn.Module, x: Tensor) -> Tensor:
@@ -18,7 +52,6 @@ def input_rows(module: nn.Module, x: Tensor) -> Tensor:
     unfolded patch. With `rows = input_rows(module, x)`, `F.linear(rows, module.weight.flatten(1), module.bias)` has the
     values of `module(x)`, one output position per row.
 
-    >>> import torch
     >>> conv = nn.Conv2d(3, 8, 3, padding=1)
     >>> input_rows(conv, torch.zeros(2, 3, 5, 5)).shape  # 2 * 5 * 5 positions, 3 * 3 * 3 inputs
     torch.Size([50, 27])
@@ -27,19 +60,58 @@ def input_rows(module: nn.Module, x: Tensor) -> Tensor:
         raise ValueError(
             f"input rows are defined for Linear and ungrouped Conv layers, not for {module}; leave this layer out"
         )
-    if isinstance(module, CONVOLUTIONS):
-        return _patches(module, x)
-    return x.reshape(-1, x.shape[-1])
+    return group_rows(module, x).squeeze(0)
 
 
-def _patches(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    axes = len(conv.kernel_size)
-    if x.dim() == axes + 1:
-        x = x.unsqueeze(0)
+def group_rows(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the inputs of any layer as rows for each group, `[groups, n, inputs]`.
+
+    The columns are those of `Layout.matrix`. In a transposed convolution, a row holds the inputs of one output
+    position; inputs that the kernel does not reach are 0.
+    """
+    if not isinstance(module, LAYERS):
+        raise TypeError(f"{module} is not a layer: its inputs have no rows")
+    if isinstance(module, nn.Linear):
+        return x.reshape(1, -1, x.shape[-1])
+    x = batched(module, x)
+    patches = _transposed_patches(module, x) if isinstance(module, TRANSPOSED) else _patches(module, x)
+    return patches.reshape(len(patches), module.groups, -1).transpose(0, 1)
+
+
+def batched(module: nn.Module, x: Tensor) -> Tensor:
+    """The inputs of a layer with an axis of samples, which a convolution can lack."""
+    lacking = isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) and x.dim() == len(module.kernel_size) + 1
+    return x.unsqueeze(0) if lacking or x.dim() == 1 else x
+
+
+def _patches(conv: Convolution, x: Tensor) -> Tensor:
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     x = pad(x, conv._reversed_padding_repeated_twice, mode=mode)
-    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
-        x = x.unfold(2 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+    return _unfolded(x, conv.kernel_size, conv.stride, conv.dilation)
+
+
+def _transposed_patches(conv: TransposedConvolution, x: Tensor) -> Tensor:
+    """The patches of the equivalent convolution: zeros between the inputs, a border, and a flipped kernel."""
+    axes = range(len(conv.kernel_size))
+    spread = x.new_zeros(*x.shape[:2], *((x.shape[2 + i] - 1) * conv.stride[i] + 1 for i in axes))
+    every = tuple(slice(None, None, conv.stride[i]) for i in axes)
+    spread[(slice(None), slice(None), *every)] = x
+    border: list[int] = []
+    for i in reversed(axes):
+        before = conv.dilation[i] * (conv.kernel_size[i] - 1) - int(conv.padding[i])
+        border += [before, before + conv.output_padding[i]]
+    ones = (1,) * len(conv.kernel_size)
+    return _unfolded(pad(spread, border), conv.kernel_size, ones, conv.dilation, flip=True)
+
+
+def _unfolded(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], *, flip: bool = False
+) -> Tensor:
+    """One row per sample and output position: its patch, `[n, channels * kernel]`."""
+    axes = len(kernel)
+    for axis in range(axes):
+        x = x.unfold(2 + axis, (kernel[axis] - 1) * dilation[axis] + 1, stride[axis])[..., :: dilation[axis]]
+    if flip:
+        x = x.flip(*range(2 + axes, 2 + 2 * axes))
     # [sample, channel, *position, *kernel] -> [sample, *position, channel, *kernel]
-    x = x.movedim(1, 1 + axes)
-    return x.flatten(1 + axes).flatten(0, axes)
+    return x.movedim(1, 1 + axes).flatten(1 + axes).flatten(0, axes)

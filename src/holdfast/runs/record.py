@@ -47,6 +47,8 @@ class Record:
     peak_bytes: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     """The bytes kept by the method at the end, by name."""
+    capacity: list[dict[str, float]] = field(default_factory=list)
+    """The share of each layer taken after each task, by layer, if the method measures it."""
     failure: dict[str, Any] | None = None
     neurons: dict[str, Any] | None = None
     """Importance and drift of neurons, if the plan records them: see `holdfast.runs.probe`."""

@@ -275,6 +275,8 @@ class _Training:
             return None
         self.record.matrix.append(accuracies)
         self.record.memory = self.method.memory()
+        if taken := self.method.capacity:
+            self.record.capacity.append(taken)
         point = self.record.timeline[-1]
         self.task, self.step = self.task + 1, 0
         if self.task < len(self.stream.tasks):

@@ -9,6 +9,7 @@ from holdfast.study.store import Run
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "npc": {"beta": 0.5, "rate": 1e-3},
+    "dpc": {"rate": 1e-3},
     "cpc": {"beta": 0.2, "rate": 1e-3},
     OFF: {"beta": FULLY_PLASTIC, "rate": 1e-3},
     "ewc": {"strength": 1e7},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast import atomic
-from holdfast.study.figures import average, balance, drift, importance, search, tasks
+from holdfast.study.figures import average, balance, capacity, drift, importance, search, tasks
 from holdfast.study.figures.drawing import FORMATS, Drawing, Kind, files, svg
 from holdfast.study.figures.style import fix_layout, styled
 from holdfast.study.figures.subject import Subject
@@ -28,6 +28,7 @@ COMPARISON_KINDS: tuple[Kind[Subject], ...] = (
     balance.KIND,
     drift.KIND,
     importance.KIND,
+    capacity.KIND,
 )
 """Kinds of figures of a comparison, in the order of the page."""
 
