@@ -1,0 +1,104 @@
+"""The numbers in docs/dpc.md are those of the committed runs."""
+
+import re
+from math import hypot
+
+import pytest
+
+from holdfast.runs.record import Record
+from holdfast.study.store import Study
+from holdfast.study.tables import Row
+from test_results import RESULTS, ROOT, STUDIES, rows, tried
+
+pytestmark = pytest.mark.skipif(not STUDIES, reason="the results are not part of this copy")
+
+PARAMETERS = 1_519_282
+"""Of the paper's network with the 50 outputs of five tasks."""
+TEXT = (ROOT / "docs" / "dpc.md").read_text()
+PROSE = " ".join(TEXT.split())
+
+
+def table(number: int) -> list[list[str]]:
+    found = re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE)[number]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in found.splitlines()[2:]]
+
+
+def all_rows() -> dict[str, Row]:
+    return {**rows("icifar100"), **rows("icifar100-dpc")}
+
+
+def share(record: Record) -> float:
+    """The memory of the method, relative to the parameters."""
+    return sum(record.memory.values()) / 4 / PARAMETERS
+
+
+def test_the_results() -> None:
+    for label, *cells in table(1):
+        row = all_rows()[label.replace("DPC rank", "dpc rank").replace("DPC", "dpc").replace("LwF", "lwf").lower()]
+        final = row.metric("final")
+        assert final is not None
+        assert cells == [each.percent() for each in (*row.tasks, final)]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "sentence"),
+    [
+        ("dpc", "npc", "DPC is {} points above NPC"),
+        ("lwf", "dpc", "LwF alone is {} above DPC"),
+        ("lwf+dpc", "lwf", "{} above LwF, and forgets"),
+        ("joint", "lwf+dpc", "is {} above it"),
+    ],
+)
+def test_the_differences(better: str, worse: str, sentence: str) -> None:
+    a, b = (all_rows()[name].metric("final") for name in (better, worse))
+    assert a is not None
+    assert b is not None
+    difference = f"{100 * (a.mean - b.mean):.1f} ({100 * hypot(a.error or 0, b.error or 0):.1f})"
+    assert sentence.format(difference) in PROSE
+
+
+def test_forgetting() -> None:
+    forgotten = {name: f"{100 * row.metric('forgetting').mean:.1f}" for name, row in all_rows().items()}
+    assert f"It forgets less ({forgotten['dpc']} points; NPC {forgotten['npc']})" in PROSE
+    assert f"it forgets {forgotten['lwf']} points" in PROSE
+    assert f"forgets {forgotten['lwf+dpc']} points" in PROSE
+
+
+def test_the_rank() -> None:
+    validation = {
+        entry.run.plan.settings.get("rank"): entry.record
+        for entry in Study(RESULTS / "icifar100-dpc-search").entries
+        if entry.run.plan.method == "dpc" and entry.run.plan.settings["beta"] == 0.4
+    }
+    shown = {None if rank == "all" else int(rank): cells for rank, *cells in table(0)}
+    assert shown.keys() == validation.keys()
+    for rank, (memory, average) in shown.items():
+        record = validation[rank]
+        assert record is not None
+        assert record.summary is not None
+        assert average == f"{100 * record.summary['final']:.2f}"
+        assert memory == f"{share(record):.2f}"
+    ranked, full = (all_rows()[name].metric("final") for name in ("dpc rank=128", "dpc"))
+    assert f"{ranked.percent()} on the test images against {full.percent()}" in PROSE
+
+
+def test_the_search() -> None:
+    points = list(tried("icifar100-dpc-search"))
+    for label, name, cell in table(2):
+        method = label.split(",")[0].lower()
+        prefix = "dpc." if "+" in method else ""
+        fixed = {part.split()[0]: float(part.split()[1]) for part in label.split(", ")[1:]}
+        fixed = {("lwf.weight" if key == "weight" else prefix + key): value for key, value in fixed.items()}
+        found = {
+            settings[prefix + name]: mean
+            for each, _, mean, settings in points
+            if each == method and {**settings, **fixed} == settings
+        }
+        assert cell == ", ".join(f"{value:g}: {100 * found[value]:.2f}" for value in sorted(found))
+
+
+def test_the_capacity() -> None:
+    first = {name: [record.capacity[0] for record in all_rows()[name].records] for name in ("dpc", "lwf+dpc")}
+    larger = [100 * record[layer] for record in first["dpc"] for layer in ("conv2", "conv3", "hidden")]
+    assert f"one task takes {min(larger):.0f}% to {max(larger):.0f}%" in PROSE
+    assert all(0.38 < value < 0.6 for record in first["lwf+dpc"] for value in record.values())
