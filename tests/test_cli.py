@@ -139,7 +139,7 @@ def test_what_needs_no_fetching(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["fetch", "verify"])
 def test_an_unknown_name(run: Run, command: str) -> None:
-    assert "there is no source 'cifar10'" in failed(run("data", command, "cifar10"))
+    assert "unknown source 'cifar10'" in failed(run("data", command, "cifar10"))
 
 
 def test_a_place_that_cannot_be_written_to(run: Run, tmp_path: Path) -> None:

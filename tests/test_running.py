@@ -181,9 +181,9 @@ def test_what_goes_wrong_with_one_run_does_not_stop_the_others(tmp_path: Path) -
 def test_errors_are_raised_before_the_first_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing"):
         prepare([Run.of(f"folder:{tmp_path}/nothing", plan())], CPU)
-    with pytest.raises(ValueError, match="there is no stream 'didgits'"):
+    with pytest.raises(ValueError, match="unknown stream 'didgits'"):
         prepare([Run.of("didgits", plan())], CPU)
-    with pytest.raises(ValueError, match="there is no device 'gpu': use cpu or cuda"):
+    with pytest.raises(ValueError, match="unknown device 'gpu': use cpu or cuda"):
         prepare([], CPU._replace(device="gpu"))
 
 
