@@ -517,7 +517,6 @@ def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[
     from holdfast.study.processes import LocalExecutor
     from holdfast.study.schedule import run_all
     from holdfast.study.terminal import Bars
-    from holdfast.study.work import prepare
 
     if execution.tensorboard:
         require_tensorboard()
@@ -526,7 +525,6 @@ def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[
         typer.echo(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
     if not left:
         return [study.add(run) for run in runs]
-    prepare(left, execution)
     try:
         with Bars(Console(), len(left)) as bars:
             return run_all(study, runs, LocalExecutor(study, execution), bars)
