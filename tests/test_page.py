@@ -158,6 +158,14 @@ def test_streams_are_named_or_counted(tmp_path: Path) -> None:
     assert page.summarize(entries).startswith("1 method on 5 streams with")
 
 
+@pytest.mark.parametrize(
+    ("memory", "shown"), [(None, "unknown"), ({}, "0 B"), ({"importance": 500, "anchor": 524}, "1.0 KiB")]
+)
+def test_the_memory_of_a_method(tmp_path: Path, memory: dict[str, int] | None, shown: str) -> None:
+    text = page.render("a study", [entry(tmp_path, "npc", 0, [[0.9]], memory=memory)])
+    assert f"<td>512 MiB<td>{shown}<td>" in text
+
+
 def test_odd_values(tmp_path: Path) -> None:
     odd = {"device": None, "versions": {}, "settings": {"a": None, "b": [1, 2], "c": float("inf"), "d": True}}
     odd |= {"seconds": {"training": 0.0, "evaluation": "?"}, "peak_bytes": -1, "images": 0, "failure": {}}

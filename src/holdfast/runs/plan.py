@@ -95,7 +95,7 @@ class Plan:
             raise ValueError(f"settings must be names and values, got {self.settings!r}")
         for name, hint in _hints().items():
             object.__setattr__(self, name, _checked(name, _plain(name, getattr(self, name)), hint))
-        for name in self.settings:
+        for name in self.settings:  # a training loop provides these two: see `holdfast.methods.method.Needs`
             if (setting := name.rpartition(".")[2]) in ("free", "example"):
                 raise ValueError(f"{setting} is not a setting of a plan: a run provides it itself")
 
