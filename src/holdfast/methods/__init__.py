@@ -41,7 +41,7 @@ METHODS: Registry["type[Method]"] = Registry(
 """Every method by name. A registered method is tested as an optimizer and takes part in studies."""
 
 BOUNDS = frozenset({"joint", "separate"})
-"""Methods that keep all data or one model per task: upper bounds."""
+"""Methods that keep all data or train a fresh model for each task: upper bounds."""
 
 
 def parts_of(method: str) -> list[str]:
