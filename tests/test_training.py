@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
     """Stopped by Ctrl-C, again and again, with random crops."""
     made, how = stream(), plan(method, curve=2, model="small_cnn", heads=heads)
     whole = outcome(train(made, how, device="cpu", folder=tmp_path / "whole"))
-    seen, said = [], ""
+    seen, message = [], ""
 
     def stop(progress: Progress) -> None:
         seen.append(progress)
@@ -129,8 +129,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
             record = train(made, how, device="cpu", folder=tmp_path / "stopped", tell=stop)
             break
         except Interrupted as error:
-            said = str(error)
-    assert said == f"interrupted; train again with folder {tmp_path / 'stopped'} to resume"
+            message = str(error)
+    assert message == f"interrupted; train again with folder {tmp_path / 'stopped'} to resume"
     assert len(seen) > 20
     assert outcome(record) == whole
     assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
