@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: help demo test lint docs clean
 
 help:
-	@echo "make demo   see forgetting, and its cure, in a minute"
+	@echo "make demo   demonstrate forgetting and its remedies in a minute"
 	@echo "make test   lint, types and tests"
 	@echo "make docs   build the documentation into site/"
 	@echo "make clean  remove the virtual environment and all caches"

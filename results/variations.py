@@ -26,6 +26,7 @@ from holdfast.streams.sources import load
 from holdfast.streams.tasks import Frame, Stream, split
 from holdfast.study.paper import COMPARED, SETTINGS, TASKS, learning_rate
 from holdfast.study.store import write_json
+from holdfast.study.tables import percent
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ CHOSEN = {"ewc": {"strength": 50.0}, "ssl": {"strength": 0.1}}
 VARIATIONS = {
     **{f"{method}, black border": Variation(method, CHOSEN.get(method, {}), frame=BLACK) for method in COMPARED},
     "npc, no crop": Variation("npc", frame=dataclasses.replace(ICIFAR100_FRAME, padding=0)),
-    "npc, seen before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
+    "npc, tapped before the norm": Variation("npc", {"observe": {name: name for name in ("conv1", "conv2", "conv3")}}),
     "npc, no dropout": Variation("npc", model="no_dropout"),
     "npc, dropout before the hidden layer": Variation("npc", model="early_dropout"),
     "npc, heads at half the rate": Variation("npc", model="slow_head"),
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "variations")
     options = parser.parse_args()
     if unknown := set(options.names) - set(VARIATIONS):
-        parser.error(f"there is no variation {', '.join(sorted(unknown))}; there are {'; '.join(VARIATIONS)}")
+        parser.error(f"unknown variation {', '.join(sorted(unknown))}; available: {'; '.join(VARIATIONS)}")
     MODELS.update(
         no_dropout=varied(without_dropout), early_dropout=varied(with_early_dropout), slow_head=varied(with_slow_head)
     )
@@ -122,7 +123,7 @@ def main() -> None:
                 continue
             record = train(learned, variation.plan(seed, options.epochs, **how))
             write_json(path, {"name": name, **dataclasses.asdict(record)})
-            final = record.failure["why"] if record.failure else f"{100 * record.summary['final']:.2f}%"
+            final = record.failure["why"] if record.failure else f"{percent(record.summary['final'])}%"
             print(f"{name}, seed {seed}: {final}", flush=True)
 
 

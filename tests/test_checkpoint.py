@@ -32,11 +32,11 @@ def test_any_damage_is_seen_and_the_one_before_is_used(tmp_path: Path, data: st.
     save(path, {"step": 1})
     save(path, {"step": 2})
     content = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
+    index = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
-        content[place] ^= data.draw(st.integers(1, 255))
+        content[index] ^= data.draw(st.integers(1, 255))
     else:
-        del content[place:]
+        del content[index:]
     path.write_bytes(bytes(content))
     with pytest.warns(
         UserWarning, match=r"checkpoint\.pt is damaged or not a checkpoint; resuming from the previous one"

@@ -18,7 +18,7 @@ from test_sources import idx
 
 __all__ = ["cache", "run"]
 
-QUICK = ("--epochs", "1", "--tasks", "2", "--device", "cpu")
+SHORT = ("--epochs", "1", "--tasks", "2", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_help_comes_without_torch() -> None:
 
 
 def test_run_list_report(run: Run, folder: Path) -> None:
-    code, out, err = run("run", "digits", "npc", "finetune", "--seeds", 2, *QUICK, "--neurons")
+    code, out, err = run("run", "digits", "npc", "finetune", "--seeds", 2, *SHORT, "--neurons")
     assert (code, err) == (0, "")
     assert re.search(r"npc, seed 0: \d+\.\d% in \d+ s", out)
     assert re.search(r"npc +(\d+\.\d +){2}\d+\.\d\(\d+\.\d\)", out)
@@ -49,7 +49,7 @@ def test_run_list_report(run: Run, folder: Path) -> None:
     page = (folder / "studies/digits/index.html").read_text()
     assert "finetune" in page
     assert len(list((folder / "studies/digits/figures").glob("*.pdf"))) == 5
-    again = run("run", "digits", "npc", "finetune", "--seeds", 2, *QUICK, "--neurons")
+    again = run("run", "digits", "npc", "finetune", "--seeds", 2, *SHORT, "--neurons")
     assert again[0] == 0
     assert "4 of 4 runs are finished already" in again[1]
     code, out, _ = run("list", "studies/digits")
@@ -90,7 +90,7 @@ def test_what_is_said_reaches_the_plan(run: Run, folder: Path) -> None:
             "--precision",
             "bf16",
         ),
-        *("--epoch", "task", "--name", "mine", "--out", "here", "--deterministic", *QUICK),
+        *("--epoch", "task", "--name", "mine", "--out", "here", "--deterministic", *SHORT),
     )
     assert (code, err) == (0, "")
     (entry,) = Study(folder / "here").entries
@@ -115,7 +115,7 @@ def test_a_study_file(run: Run, folder: Path) -> None:
 def test_composed_methods(run: Run, folder: Path) -> None:
     """One name and the same settings on the command line, in a search and in a study file."""
     settings = ("--set", "lwf.weight=0.1", "--set", "npc.beta=0.6")
-    code, out, err = run("run", "digits", "lwf+npc", *settings, *QUICK, "--out", "one")
+    code, out, err = run("run", "digits", "lwf+npc", *settings, *SHORT, "--out", "one")
     assert (code, err) == (0, "")
     assert "lwf+npc lwf.weight=0.1 npc.beta=0.6" in out
     (entry,) = Study(folder / "one").entries
@@ -124,7 +124,7 @@ def test_composed_methods(run: Run, folder: Path) -> None:
         "lwf.weight": 0.1, "lwf.temperature": 2.0, "npc.beta": 0.6, "npc.rate": 5e-4, "npc.gain": 1.0
     }  # fmt: skip
     assert set(entry.record.memory) == {"lwf.teacher", "npc.importance"}
-    options = ("--over", "npc.beta", "--values", "0.5,0.6", "--coarse", "--set", "lwf.weight=0.1", *QUICK)
+    options = ("--over", "npc.beta", "--values", "0.5,0.6", "--coarse", "--set", "lwf.weight=0.1", *SHORT)
     code, out, err = run("sweep", "digits", "lwf+npc", *options, "--out", "search")
     assert (code, err) == (0, "")
     assert "npc.beta" in out
@@ -148,22 +148,22 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
-        (("run", "digits"), "which method? For example: holdfast run digits npc"),
-        (("run", "digits", "ncp"), "there is no method 'ncp'; there are npc, dpc"),
+        (("run", "digits"), "no method given; for example: holdfast run digits npc"),
+        (("run", "digits", "ncp"), "unknown method 'ncp'; available: npc, dpc"),
         (("run", "digits", "npc+cpc"), "NPC and CPC cannot be combined: both control plasticity"),
         (("run", "digits", "lwf+npc", "--set", "beta=1"), "lwf+npc has no setting 'beta'; name the part too, as in"),
-        (("run", "digits", "joint+npc"), "joint is a bound for the other methods and cannot be combined"),
-        (("run", "didgits", "npc"), "there is no stream 'didgits'; there are digits"),
+        (("run", "digits", "joint+npc"), "joint is an upper bound and cannot be combined with other methods"),
+        (("run", "didgits", "npc"), "unknown stream 'didgits'; available: digits"),
         (("run", "digits", "npc", "--set", "strength=3"), "npc has no setting 'strength'"),
         (("run", "digits", "npc", "--set", "rate"), "rate"),
         (("run", "digits", "npc", "--epochs", "-1"), "epochs must be above 0, got -1"),
-        (("run", "digits", "npc", "--model", "vgg"), "there is no model 'vgg'"),
+        (("run", "digits", "npc", "--model", "vgg"), "unknown model 'vgg'"),
         (("run", "digits", "npc", "ewc", "--name", "x"), "--name is for one method"),
         (("run", "digits", "npc", "--name", "a\nb"), "name must be a line of text"),
-        (("run", "digits", "npc", "--seed", "1", "--seeds", "2"), "--seeds and --seed contradict each other"),
-        (("run", "digits", "npc", "--device", "gpu"), "there is no device 'gpu': use cpu or cuda"),
+        (("run", "digits", "npc", "--seed", "1", "--seeds", "2"), "use either --seeds or --seed, not both"),
+        (("run", "digits", "npc", "--device", "gpu"), "unknown device 'gpu': use cpu or cuda"),
         (("run", "digits", "npc", "--tasks", "99"), "99"),
         (("run", "digits", "npc", "--out", __file__), "is a file, not a folder"),
         (("run", "nothing.toml"), "nothing.toml"),
@@ -173,7 +173,7 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("run", "digits", "npc", "--device", "cuda"), "torch finds no GPU"),
         (("run", "digits", "npc", "--model", "paper_cnn"), "the paper's network is for images of 32x32"),
         (("reproduce", "digits"), "the paper has no experiment 'digits'; it has imnist and icifar100"),
-        (("reproduce", "imnist", "--methods", "npc,xyz"), "there is no method 'xyz'"),
+        (("reproduce", "imnist", "--methods", "npc,xyz"), "unknown method 'xyz'"),
         (("reproduce", "imnist", "--methods", ","), "--methods is empty"),
         (("reproduce", "imnist", "--set", "strength=3"), "name the method too"),
         (("reproduce", "imnist", "--set", "ewc.strengh=3"), "ewc has no setting 'strengh'"),
@@ -191,9 +191,9 @@ def test_a_mistake_in_a_study_file_points_at_its_line(run: Run, folder: Path) ->
         (("list", "nowhere"), "nowhere is not a study"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(run: Run, arguments: tuple[str, ...], said: str) -> None:
-    assert said in failed(run(*arguments))
-    assert not list(Path("studies").glob("*/runs/*")) or "32x32" in said  # which is found out when it is run
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(run: Run, arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in failed(run(*arguments))
+    assert not list(Path("studies").glob("*/runs/*")) or "32x32" in expected  # which is found out when it is run
 
 
 def test_reproduce_scaled_down(run: Run, folder: Path) -> None:
@@ -223,7 +223,7 @@ def test_reproduce_scaled_down(run: Run, folder: Path) -> None:
 
 
 def test_sweep(run: Run, folder: Path) -> None:
-    arguments = ("sweep", "digits", "npc", "--set", "rate=1.0", *QUICK, "--out", "here")
+    arguments = ("sweep", "digits", "npc", "--set", "rate=1.0", *SHORT, "--out", "here")
     code, out, err = run(*arguments, "--values", "1e-6,1e6", "--coarse")
     assert (code, err) == (0, "")
     assert re.search(r"1e\+06 +\d+\.\d+ +best", out)
@@ -249,7 +249,7 @@ def test_without_a_package_one_line_says_what_to_install(run: Run, monkeypatch: 
     from holdfast.study import logs
 
     monkeypatch.setattr(logs, "find_spec", lambda name: None)
-    assert "pip install tensorboard" in failed(run("run", "digits", "npc", "--tensorboard", *QUICK))
+    assert "pip install tensorboard" in failed(run("run", "digits", "npc", "--tensorboard", *SHORT))
 
 
 def test_in_a_terminal_there_are_bars_and_ctrl_c_says_how_to_go_on(folder: Path) -> None:

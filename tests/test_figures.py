@@ -237,7 +237,7 @@ def test_means_of_neurons_are_over_all_seeds_or_none(tmp_path: Path) -> None:
     assert axes.get_title(loc="left") == "npc\nmean: all 1, most 2, least none"  # the first seed has no least mean
     triangles = {float(each.get_xdata()[0]): each.get_color() for each in axes.get_lines()}
     assert triangles == {1.0: style.INK, 2.0: to_hex(axes.patches[1].get_edgecolor())}
-    assert "Numbers show means over 2 seeds, or none if, in any seed, no neuron of the group varied" in drawing.caption
+    assert "Numbers show means over 2 seeds; 'none' means that in at least one seed no neuron of the" in drawing.caption
 
 
 def test_a_mean_beyond_the_panel_has_no_triangle(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_files_are_the_same_each_time(drawings: dict[str, Drawing], compared: Co
 
 def test_the_registered_kinds() -> None:
     names = [kind.name for kinds in (figures.COMPARISON_KINDS, figures.SEARCH_KINDS) for kind in kinds]
-    assert names == ["average", "tasks", "balance", "drift", "importance", "search"]
+    assert names == ["average", "tasks", "balance", "drift", "importance", "capacity", "search"]
 
 
 def test_figures_of_what_is_gone_are_removed(tmp_path: Path) -> None:

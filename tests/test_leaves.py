@@ -1,4 +1,4 @@
-"""Without the GPU package, everything else works on a CPU. `test_house.py` checks who imports it."""
+"""Without the GPU package, everything else works on a CPU. `test_architecture.py` checks who imports it."""
 
 import os
 import shutil

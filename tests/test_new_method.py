@@ -36,9 +36,9 @@ def projection(model: nn.Module, optimizer: Optimizer | None = None, **settings:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package with the new file and the new line, and nothing else changed."""
-    src = tmp_path_factory.mktemp("house") / "src"
+    src = tmp_path_factory.mktemp("copy") / "src"
     shutil.copytree(ROOT / "src" / "holdfast", src / "holdfast", ignore=shutil.ignore_patterns("__pycache__"))
     (src / "holdfast" / "methods" / "projection.py").write_text(example())
     registry = src / "holdfast" / "methods" / "__init__.py"
@@ -48,11 +48,11 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return src
 
 
-def run(house: Path, *command: str, folder: Path) -> str:
+def run(package: Path, *command: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(house), "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(package), "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
@@ -74,12 +74,12 @@ def test_it_is_short() -> None:
         ("l2", "from collections.abc import Iterable\nfrom typing import Any\n"),
     ],
 )
-def test_it_is_typed_and_formatted(house: Path, tmp_path: Path, name: str, opening: str) -> None:
-    path = house / "holdfast" / "methods" / f"{name}.py"
+def test_it_is_typed_and_formatted(package: Path, tmp_path: Path, name: str, opening: str) -> None:
+    path = package / "holdfast" / "methods" / f"{name}.py"
     path.write_text(example(opening))
-    run(house, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(path), folder=house)
+    run(package, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(path), folder=package)
     for check in (["check"], ["format", "--check"]):
-        run(house, "-m", "ruff", *check, "--config", str(ROOT / "pyproject.toml"), str(path), folder=house)
+        run(package, "-m", "ruff", *check, "--config", str(ROOT / "pyproject.toml"), str(path), folder=package)
 
 
 # ---- everywhere ----
@@ -95,9 +95,9 @@ def write_mnist(folder: Path) -> None:
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
 
 
-def test_it_is_in_every_command_and_on_the_page(house: Path, tmp_path: Path) -> None:
+def test_it_is_in_every_command_and_on_the_page(package: Path, tmp_path: Path) -> None:
     def holdfast(command: str) -> str:
-        return run(house, "-m", "holdfast", *command.split(), folder=tmp_path)
+        return run(package, "-m", "holdfast", *command.split(), folder=tmp_path)
 
     short = "--epochs 1 --tasks 2 --device cpu --jobs 1"
     assert "projection" in holdfast("run --help")
@@ -117,10 +117,10 @@ def test_it_is_in_every_command_and_on_the_page(house: Path, tmp_path: Path) -> 
     assert "projection" in holdfast(f"reproduce imnist --methods projection {tiny}")
 
 
-def test_the_tests_of_the_registry_run_on_it(house: Path, tmp_path: Path) -> None:
+def test_the_tests_of_the_registry_run_on_it(package: Path, tmp_path: Path) -> None:
     tests = [str(ROOT / "tests" / f"{name}.py") for name in ("test_methods", "test_torch_checkpoint")]
     options = "-q", "-k", "projection", "-p", "no:cacheprovider", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml"
-    out = run(house, "-m", "pytest", *map(str, options), *tests, folder=tmp_path)
+    out = run(package, "-m", "pytest", *map(str, options), *tests, folder=tmp_path)
     assert int(out.rpartition(" passed")[0].split()[-1]) > 60
 
 

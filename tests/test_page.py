@@ -57,9 +57,9 @@ FINALS = {"ten 10": (0.6, 0.9), "ten 9": (0.8, 0.9), "alpha": (0.5, 0.6), "zeta"
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     """Methods with two seeds each, one of which has only failed, and a run that waits."""
     made = Study(tmp_path_factory.mktemp("studies") / "ours")
-    for place, (name, (first, second)) in enumerate(FINALS.items(), 1):
+    for number, (name, (first, second)) in enumerate(FINALS.items(), 1):
         for seed in (0, 1):
-            run = a_run(name, seed, lr=place / 10)
+            run = a_run(name, seed, lr=number / 10)
             keep(made, run, record_of(run, matrix(first + seed / 100, second), names=NAMES))
     run = a_run("broken", 0, lr=9.0)
     failure = {"task": 1, "step": 7, "why": "the loss was not finite"}
@@ -73,10 +73,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of which all names are HTML."""
     made = Study(tmp_path_factory.mktemp("studies") / "<b class=injected>study")
-    for place, name in enumerate(HOSTILE, 1):
-        run = Run(HOSTILE[place // 4], replace(a_run("", 0).plan, lr=place / 10), None, name, f"run-{place}")
-        said = {"device": name, "versions": {name: name}, "settings": {name: name}}
-        keep(made, run, record_of(run, matrix(0.7, 0.8), names=HOSTILE[:2], **said))
+    for number, name in enumerate(HOSTILE, 1):
+        run = Run(HOSTILE[number // 4], replace(a_run("", 0).plan, lr=number / 10), None, name, f"run-{number}")
+        fields = {"device": name, "versions": {name: name}, "settings": {name: name}}
+        keep(made, run, record_of(run, matrix(0.7, 0.8), names=HOSTILE[:2], **fields))
     run = Run("digits", a_run("", 0).plan, None, HOSTILE[0], "failed")
     keep(made, run, record_of(run, [], names=HOSTILE, failure={"task": 0, "step": 0, "why": HOSTILE[1]}))
     return page.write(made)
@@ -128,7 +128,7 @@ def test_a_page_needs_no_torch(study: Study) -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "said"),
+    ("states", "expected"),
     [
         ("", "There are no runs in this study yet."),
         ("f", "1 method on digits with 1 seed: 1 run, finished."),
@@ -138,16 +138,16 @@ def test_a_page_needs_no_torch(study: Study) -> None:
         ("fxu", "1 method on digits with 3 seeds: 3 runs, 1 finished, 1 failed and 1 unfinished."),
     ],
 )
-def test_a_sentence_says_what_was_done(tmp_path: Path, states: str, said: str) -> None:
+def test_a_sentence_says_what_was_done(tmp_path: Path, states: str, expected: str) -> None:
     made = {
         "f": lambda seed: entry(tmp_path, "npc", seed, [[0.9]]),
         "x": lambda seed: entry(tmp_path, "npc", seed, [], names=["one"], failure={"task": 0, "step": 1, "why": "odd"}),
         "u": lambda seed: entry(tmp_path, "npc", seed, None),
     }
     entries = [made[state](seed) for seed, state in enumerate(states)]
-    assert page.summarize(entries) == said
+    assert page.summarize(entries) == expected
     text = page.render("a study", entries)
-    assert said in text
+    assert expected in text
     assert ("holdfast run" in text) == bool(states)
     assert ("odd" in text) == ("x" in states)
 
@@ -156,6 +156,14 @@ def test_streams_are_named_or_counted(tmp_path: Path) -> None:
     entries = [entry(tmp_path, "npc", 0, None, stream=f"s{number}") for number in range(5)]
     assert page.summarize(entries[:3]).startswith("1 method on s0, s1 and s2 with")
     assert page.summarize(entries).startswith("1 method on 5 streams with")
+
+
+@pytest.mark.parametrize(
+    ("memory", "shown"), [(None, "unknown"), ({}, "0 B"), ({"importance": 500, "anchor": 524}, "1.0 KiB")]
+)
+def test_the_memory_of_a_method(tmp_path: Path, memory: dict[str, int] | None, shown: str) -> None:
+    text = page.render("a study", [entry(tmp_path, "npc", 0, [[0.9]], memory=memory)])
+    assert f"<td>512 MiB<td>{shown}<td>" in text
 
 
 def test_odd_values(tmp_path: Path) -> None:
@@ -191,7 +199,7 @@ def test_who_has_no_rivals_is_not_the_best(tmp_path: Path) -> None:
 
 def test_a_thousand_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "draw", lambda _: [])
-    ten = [[0.5 + 0.01 * place] * 10 for place in range(10)]
+    ten = [[0.5 + 0.01 * number] * 10 for number in range(10)]
     names = [f"task {number}" for number in range(10)]
     where = {"names": names, "device": "NVIDIA H200", "versions": {"torch": "2.13.0+cu130"}}
     entries = [entry(tmp_path, f"npc {n}", seed, ten, lr=n / 7, **where) for n in range(1, 251) for seed in range(4)]
@@ -217,7 +225,7 @@ def test_what_one_run_does_not_share_is_said_of_it_alone(tmp_path: Path) -> None
 
 def test_runs_are_listed_in_the_order_of_the_numbers_in_their_names(tmp_path: Path) -> None:
     names = ["method 2", "method 10", "METHOD 20", "x lr=1e-05", "x lr=0.05", "x lr=0.1", "x lr=2.0"]
-    entries = [entry(tmp_path, name, 0, [[0.9]], lr=float(place)) for place, name in enumerate(sorted(names), 1)]
+    entries = [entry(tmp_path, name, 0, [[0.9]], lr=float(number)) for number, name in enumerate(sorted(names), 1)]
     shown = re.findall(r'<summary><span class="name">(.*?)</span>', page.render("x", entries))
     assert shown == names
 
@@ -235,7 +243,7 @@ def test_neurons_that_cannot_be_read_do_not_end_a_report(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("plan", "seeds", "more", "said"),
+    ("plan", "seeds", "more", "expected"),
     [
         (Plan("npc", curve=10), [0], {}, "imnist npc --seeds 1"),
         (Plan("ewc", curve=10), [2, 0, 1], {"tasks": 3}, "imnist ewc --tasks 3 --seeds 3"),
@@ -263,13 +271,13 @@ def test_neurons_that_cannot_be_read_do_not_end_a_report(tmp_path: Path) -> None
         ),
     ],
 )
-def test_commands(plan: Plan, seeds: Sequence[int], more: dict[str, Any], said: str) -> None:
+def test_commands(plan: Plan, seeds: Sequence[int], more: dict[str, Any], expected: str) -> None:
     run = Run.of(more.pop("stream", "imnist"), plan, **more)
-    assert page.command(run, seeds) == f"holdfast run {said} --out DIR"
+    assert page.command(run, seeds) == f"holdfast run {expected} --out DIR"
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "expected"),
     [
         (["x86_64 CPU", "arm64 CPU"], " --device cpu"),
         (["x86_64 CPU", "NVIDIA H200"], ""),
@@ -277,11 +285,11 @@ def test_commands(plan: Plan, seeds: Sequence[int], more: dict[str, Any], said: 
         ([], ""),
     ],
 )
-def test_what_ran_on_a_cpu_runs_on_a_cpu_again(tmp_path: Path, devices: list[str], said: str) -> None:
+def test_what_ran_on_a_cpu_runs_on_a_cpu_again(tmp_path: Path, devices: list[str], expected: str) -> None:
     entries = [entry(tmp_path, "npc", seed, [[0.9]], device=device) for seed, device in enumerate(devices)]
     entries.append(entry(tmp_path, "npc", len(devices), None))
     text = page.render("x", entries)
-    assert re.search(rf'<pre class="command" tabindex="0">holdfast run [^<]*\d{said} --out DIR</pre>', text)
+    assert re.search(rf'<pre class="command" tabindex="0">holdfast run [^<]*\d{expected} --out DIR</pre>', text)
     assert "give <code>--data</code>" in text
 
 
@@ -330,7 +338,7 @@ class Browser:
         features = [{"name": name, "value": value} for name, value in (media or {}).items()]
         self.cdp("Emulation.setEmulatedMedia", media=on, features=features)
         self.driver.get("about:blank")
-        self.said(), self.requested()
+        self.messages(), self.requested()
         self.driver.get(path.as_uri())
 
     def cdp(self, command: str, **options: Any) -> Any:
@@ -339,7 +347,7 @@ class Browser:
     def ask(self, script: str, *values: Any) -> Any:
         return self.driver.execute_script(f"return {script}", *values)
 
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [line["message"] for line in self.driver.get_log("browser")]
 
     def requested(self) -> list[str]:
@@ -383,7 +391,7 @@ def opened(browser: Browser, study: Study) -> Browser:
 
 
 def test_nothing_is_wrong_and_nothing_is_fetched(opened: Browser, study: Study) -> None:
-    assert opened.said() == []
+    assert opened.messages() == []
     assert opened.requested() == [(study.folder / "index.html").as_uri()]
     assert opened.ask("document.documentElement.lang") == "en"
     levels = opened.ask("[...document.querySelectorAll('h1, h2, h3, h4')].map(each => +each.tagName[1])")
@@ -397,9 +405,9 @@ def test_what_the_policy_forbids_does_not_happen(opened: Browser) -> None:
     opened.ask("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
     opened.ask("fetch('https://example.org').catch(() => 0)")
     assert opened.ask("window.hacked") is None
-    said = opened.said()
-    assert all("Content Security Policy" in line for line in said)
-    assert all(any(what in line for line in said) for what in ("img-src", "script-src", "connect-src"))
+    lines = opened.messages()
+    assert all("Content Security Policy" in line for line in lines)
+    assert all(any(what in line for line in lines) for what in ("img-src", "script-src", "connect-src"))
 
 
 def test_figures_are_seen(opened: Browser, study: Study) -> None:
@@ -487,7 +495,7 @@ def test_commands_are_copied(opened: Browser) -> None:
 def test_names_are_shown_and_never_run(browser: Browser, hostile: Path) -> None:
     browser.open(hostile)
     browser.ask("document.querySelectorAll('details').forEach(each => { each.open = true })")
-    assert browser.said() == []
+    assert browser.messages() == []
     assert browser.requested() == [hostile.as_uri()]
     assert browser.ask("window.hacked") is None
     assert browser.ask("document.querySelectorAll('img, .injected, [onload], [onerror]').length") == 0

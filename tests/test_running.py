@@ -22,7 +22,7 @@ from holdfast.runs.training import Progress, train
 from holdfast.study import logs, processes, schedule, work
 from holdfast.study.processes import LocalExecutor, Share, share
 from holdfast.study.store import Entry, Run, Study, StudyError, claimed
-from holdfast.study.work import Execution, prepare, run_one
+from holdfast.study.work import Execution, run_one
 from test_training import outcome
 
 CPU = Execution(device="cpu")
@@ -179,12 +179,13 @@ def test_what_goes_wrong_with_one_run_does_not_stop_the_others(tmp_path: Path) -
 
 
 def test_errors_are_raised_before_the_first_run(tmp_path: Path) -> None:
+    study = Study(tmp_path)
     with pytest.raises(UserError, match="nothing"):
-        prepare([Run.of(f"folder:{tmp_path}/nothing", plan())], CPU)
-    with pytest.raises(ValueError, match="there is no stream 'didgits'"):
-        prepare([Run.of("didgits", plan())], CPU)
-    with pytest.raises(ValueError, match="there is no device 'gpu': use cpu or cuda"):
-        prepare([], CPU._replace(device="gpu"))
+        LocalExecutor(study, CPU).open([Run.of(f"folder:{tmp_path}/nothing", plan())])
+    with pytest.raises(ValueError, match="unknown stream 'didgits'"):
+        LocalExecutor(study, CPU).open([Run.of("didgits", plan())])
+    with pytest.raises(ValueError, match="unknown device 'gpu': use cpu or cuda"):
+        LocalExecutor(study, CPU._replace(device="gpu")).open([])
 
 
 def test_a_process_that_dies_costs_one_attempt(tmp_path: Path) -> None:

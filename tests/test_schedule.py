@@ -1,6 +1,6 @@
 """The schedule of a study, with an executor in memory: no process, no training, no waiting."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +48,8 @@ class Memory:
 
     # the executor
 
-    def open(self, runs: int) -> int:
-        self.note(f"open for {runs}")
+    def open(self, runs: Sequence[Run]) -> int:
+        self.note(f"open for {len(runs)}")
         return self.slots
 
     def start(self, run: Run) -> None:
@@ -210,3 +210,15 @@ def test_the_executor_is_closed_when_anything_else_is_raised(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError):
         execute(memory, [0])
     assert memory.log == ["open for 1", "close"]
+
+
+def test_an_executor_that_cannot_open_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Unable(Memory):
+        def open(self, runs: Sequence[Run]) -> int:
+            raise ValueError("no such stream")
+
+    memory = Unable(Study(tmp_path / "study"))
+    with pytest.raises(ValueError, match="no such stream"):
+        execute(memory, [0])
+    assert memory.log == ["close"]
+    assert not (tmp_path / "study").exists()

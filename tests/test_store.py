@@ -58,26 +58,28 @@ def test_runs_that_differ_have_different_folders() -> None:
     variants += [Run.of("digits", Plan("npc"), tasks=2), Run.of("imnist", Plan("npc"))]
     assert len({each.id for each in variants}) == len(variants)
     assert run(name="another name").id == run().id
-    assert run(epochs=30.0, settings={}).id == run().id  # the defaults, said
+    assert run(epochs=30.0, settings={}).id == run().id  # the defaults, given
     assert run("ewc", settings={"strength": 30}).id == run("ewc", settings={"strength": 30.0}).id
 
 
 def test_a_folder_of_images_is_known_by_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = set()
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        monkeypatch.chdir(tmp_path / place)
-        made = [Run.of(f"folder:{name}?size=16", Plan("npc")) for name in ("pets", "./pets", tmp_path / place / "pets")]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        made = [
+            Run.of(f"folder:{name}?size=16", Plan("npc")) for name in ("pets", "./pets", tmp_path / folder / "pets")
+        ]
         assert len({each.id for each in made}) == 1
-        assert made[0].stream == f"folder:{tmp_path / place / 'pets'}?size=16"
+        assert made[0].stream == f"folder:{tmp_path / folder / 'pets'}?size=16"
         ids.add(made[0].id)
     assert len(ids) == 2
 
 
 def test_a_default_that_is_added_to_plans_later_does_not_orphan_finished_runs() -> None:
-    """The name of a folder depends on what was said alone, not on the defaults there are."""
-    said = b'["digits", null, {"lr": 0.2, "method": "npc", "seed": 1.0}]'
-    assert run(seed=1, lr=0.2).id == f"digits-npc-1-{hashlib.sha256(said).hexdigest()[:8]}"
+    """The name of a folder depends on the given values alone, not on the defaults."""
+    given = b'["digits", null, {"lr": 0.2, "method": "npc", "seed": 1.0}]'
+    assert run(seed=1, lr=0.2).id == f"digits-npc-1-{hashlib.sha256(given).hexdigest()[:8]}"
 
 
 def test_a_run_is_called_by_its_settings() -> None:
@@ -92,7 +94,7 @@ def test_another_name_is_taken_over(tmp_path: Path) -> None:
     (entry,) = study.entries
     assert (entry.run.name, entry.state) == ("NPC, mine", "finished")
     study.add(run())
-    assert [entry.run.name for entry in study.entries] == ["NPC, mine"]  # nobody has said another
+    assert [entry.run.name for entry in study.entries] == ["NPC, mine"]  # no other was given
 
 
 def test_states(tmp_path: Path) -> None:

@@ -409,5 +409,5 @@ def test_a_stream_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_an_unknown_stream() -> None:
-    with pytest.raises(ValueError, match=r"there is no stream 'imnst'; there are digits, imnist, .* and folder:PATH"):
+    with pytest.raises(ValueError, match=r"unknown stream 'imnst'; available: digits, imnist, .*, folder:PATH"):
         build_stream("imnst")

@@ -45,12 +45,12 @@ RUN = '[[run]]\nmethod = "ewc"\nstream = "digits"\n'
 
 
 def message(text: str) -> str:
-    """What is said of a mistake, which is one line."""
+    """The message for a mistake, which is one line."""
     with pytest.raises(StudyError) as caught:
         parse(text, "study.toml")
-    said = str(caught.value)
-    assert len(said.splitlines()) == 1
-    return said
+    found = str(caught.value)
+    assert len(found.splitlines()) == 1
+    return found
 
 
 # ---- what a file says ----
@@ -64,7 +64,7 @@ def test_methods_and_seeds_are_multiplied_out_in_the_order_of_the_file() -> None
         "EWC, weak, seed 6",
     ]
     everywhere = {"model": "mlp", "lr": 0.1, "epochs": 5, "epoch": "task", "curve": 10}
-    digits = {**everywhere, "batch": 16}  # which is usual for them
+    digits = {**everywhere, "batch": 16}  # the default for digits
     assert runs[0] == Run.of("digits", Plan("npc", {"rate": 1e-3}, seed=0, **digits))
     assert runs[5] == Run.of("digits", Plan("ewc", seed=2, **digits))
     weak = Plan("ewc", {"strength": 1}, seed=6, **{**everywhere, "epochs": 10})
@@ -87,13 +87,13 @@ def test_the_method_may_stand_above_and_settings_are_added_to_those_above() -> N
 
 
 def test_every_key_of_a_plan_can_be_said() -> None:
-    said = 'stream = "folder:~/birds?size=64"\nwidth = 0.5\nbatch = 8\nheads = "growing"\nevaluate_on = "validation"\n'
-    said += 'model = "mlp"\nlr = 0.2\nepochs = 4\nepoch = "paper"\n'
-    said += 'curve = 10\nneurons = true\nprecision = "bf16"\ncompile = true\ndeterministic = true\n[[run]]\nmethod="si"'
+    text = 'stream = "folder:~/birds?size=64"\nwidth = 0.5\nbatch = 8\nheads = "growing"\nevaluate_on = "validation"\n'
+    text += 'model = "mlp"\nlr = 0.2\nepochs = 4\nepoch = "paper"\n'
+    text += 'curve = 10\nneurons = true\nprecision = "bf16"\ncompile = true\ndeterministic = true\n[[run]]\nmethod="si"'
     plan = Plan("si", width=0.5, batch=8, heads="growing", evaluate_on="validation", curve=10, neurons=True,
                 model="mlp", lr=0.2, epochs=4, epoch="paper", precision="bf16", compile=True,
                 deterministic=True)  # fmt: skip
-    assert parse(said, "study.toml") == [Run.of("folder:~/birds?size=64", plan)]
+    assert parse(text, "study.toml") == [Run.of("folder:~/birds?size=64", plan)]
 
 
 def test_reading_leaves_random_numbers_alone() -> None:
@@ -197,7 +197,7 @@ def test_settings_of_a_composed_method_are_named_by_part(written: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "expected"),
     [
         ("lr = 0.1\nsettings.npc.beta = -1", "study.toml:5: beta must be above 0, got -1"),
         ("settings.'npc.beta' = -1", "study.toml:4: beta must be above 0, got -1"),
@@ -206,20 +206,20 @@ def test_settings_of_a_composed_method_are_named_by_part(written: str) -> None:
         ("settings.npc.bta = 1", "study.toml:4: npc has no setting 'bta'; it has beta, rate, gain: did you mean beta?"),
     ],
 )
-def test_the_line_of_a_setting_of_a_composed_method(written: str, said: str) -> None:
-    assert message(STACK + written) == said
+def test_the_line_of_a_setting_of_a_composed_method(written: str, expected: str) -> None:
+    assert message(STACK + written) == expected
 
 
 def test_methods_that_cannot_be_combined() -> None:
-    said = message(STACK.replace("lwf+npc", "npc+cpc"))
-    assert said == "study.toml:1: NPC and CPC cannot be combined: both control plasticity"
+    found = message(STACK.replace("lwf+npc", "npc+cpc"))
+    assert found == "study.toml:1: NPC and CPC cannot be combined: both control plasticity"
 
 
-# ---- what is said of a mistake ----
+# ---- messages ----
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("statement", "expected"),
     [
         ("epochs = 'five'", "epochs must be a number, got 'five'"),
         ("epochs = true", "epochs must be a number, got True"),
@@ -229,13 +229,13 @@ def test_methods_that_cannot_be_combined() -> None:
         ("curve = -1", r"curve must be a whole number of at least \d, got -1"),
         ("epoch = 'week'", "epoch must be one of paper, task; got 'week'"),
         ("evaluate_on = 'train'", "evaluate_on must be one of test, validation; got 'train'"),
-        ("model = 'mpl'", "there is no model 'mpl'; there are paper_cnn, small_cnn, mlp"),
+        ("model = 'mpl'", "unknown model 'mpl'; available: paper_cnn, small_cnn, mlp"),
         ("model = ['mlp']", r"model must be a name in quotes, got \['mlp'\]"),
         ("compile = 'yes'", "compile must be true or false, got 'yes'"),
         ("neurons = 1", "neurons must be true or false, got 1"),
-        ("stream = 'digit'", "there is no stream 'digit'; there are digits, imnist, .* and folder:PATH"),
-        ("stream = 'folder:'", "there is no stream 'folder:'; .*"),
-        ("stream = ['digits']", r"there is no stream \['digits'\]; .*"),
+        ("stream = 'digit'", "unknown stream 'digit'; available: digits, imnist, .*, folder:PATH"),
+        ("stream = 'folder:'", "unknown stream 'folder:'; .*"),
+        ("stream = ['digits']", r"unknown stream \['digits'\]; .*"),
         ("tasks = 0", "tasks must be a whole number of at least 1, got 0"),
         ("tasks = true", "tasks must be a whole number of at least 1, got True"),
         ("settings = 3", "settings must be a table, as in settings = { strength = 10 }, got 3"),
@@ -249,34 +249,34 @@ def test_methods_that_cannot_be_combined() -> None:
         ("seeds = [1, 2, 1]", r"seeds must be different from each other, got \[1, 2, 1\]"),
         ("seeds = [9223372036854775808]", "seeds has a whole number of more than 64 bits, which is not TOML"),
         (f"lr = 1{400 * '0'}", "lr has a whole number of more than 64 bits, which is not TOML"),
-        ("seed = 3", "there is no field seed: use seeds, as in .*"),
-        ("epohcs = 3", "there is no field 'epohcs'; there are stream, tasks, .*: did you mean epochs.*"),
-        ('"a\\nb" = 3', r"there is no field 'a\\nb'; there are stream, .*"),
+        ("seed = 3", "unknown field seed: use seeds, as in .*"),
+        ("epohcs = 3", "unknown field 'epohcs'; available: stream, tasks, .*: did you mean epochs.*"),
+        ('"a\\nb" = 3', r"unknown field 'a\\nb'; available: stream, .*"),
         ("strength = 3", "strength is a setting of ewc, mas, si, ssl: write settings.strength = ..."),
         (f"epochs{1500 * '.x'} = 1", ".*recursion.*"),
     ],
 )
-def test_a_mistake_is_one_line_above_the_runs_and_in_them(statement: str, said: str) -> None:
+def test_a_mistake_is_one_line_above_the_runs_and_in_them(statement: str, expected: str) -> None:
     key = statement.split(" ")[0]
     bare = "\n".join(line for line in RUN.splitlines() if not line.startswith(f"{key} "))
-    assert re.fullmatch(f"study.toml:1: {said}", message(f"{statement}\n{RUN}"))
-    assert re.fullmatch(f"study.toml:{bare.count(chr(10)) + 2}: {said}", message(f"{bare}\n{statement}"))
+    assert re.fullmatch(f"study.toml:1: {expected}", message(f"{statement}\n{RUN}"))
+    assert re.fullmatch(f"study.toml:{bare.count(chr(10)) + 2}: {expected}", message(f"{bare}\n{statement}"))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "study.toml: there are no runs: .*"),
         ("lr = 0.1", "study.toml: there are no runs: .*"),
         ("run = []", "study.toml: there are no runs: .*"),
-        ('stream = "digits"\n[run]\nmethod = "ewc"', r"study.toml:2: a run is a table of its own: write \[\[run\]\].*"),
-        ("run = 'ewc'", "study.toml:1: a run is a table of its own.*"),
-        ("run = [{}, 3]", "study.toml:1: a run is a table of its own.*"),
-        ('[[runs]]\nmethod = "ewc"', "study.toml:1: there is no field 'runs'; .* run: did you mean run.*"),
+        ('stream = "digits"\n[run]\nmethod = "ewc"', r"study.toml:2: a run must be a table: write \[\[run\]\].*"),
+        ("run = 'ewc'", "study.toml:1: a run must be a table.*"),
+        ("run = [{}, 3]", "study.toml:1: a run must be a table.*"),
+        ('[[runs]]\nmethod = "ewc"', "study.toml:1: unknown field 'runs'; .* run: did you mean run.*"),
         ('\n[[run]]\nstream = "digits"', 'study.toml:2: this run has no method: add one, as in method = "npc"'),
         ('\n[[run]]\nmethod = "npc"', 'study.toml:2: this run has no stream: add one, as in stream = "digits"'),
-        ('[[run]]\nmethod = "ewk"', "study.toml:2: there is no method 'ewk'; there are npc, dpc, cpc, ewc, .*"),
-        ('[[run]]\nmethod = ["ewc", "ewk"]', "study.toml:2: there is no method 'ewk'; there are npc, .*"),
+        ('[[run]]\nmethod = "ewk"', "study.toml:2: unknown method 'ewk'; available: npc, dpc, cpc, ewc, .*"),
+        ('[[run]]\nmethod = ["ewc", "ewk"]', "study.toml:2: unknown method 'ewk'; available: npc, .*"),
         ("[[run]]\nmethod = 3", "study.toml:2: method must be a name in quotes, got 3"),
         ('[[run]]\nmethod = [["ewc"]]', r"study.toml:2: method must be a name in quotes, got \['ewc'\]"),
         ("[[run]]\nmethod = []", r"study.toml:2: method must be a name or a list of different names, got \[\]"),
@@ -286,15 +286,15 @@ def test_a_mistake_is_one_line_above_the_runs_and_in_them(statement: str, said: 
         (RUN + 'name = "a\\nb"', r"study.toml:4: name must be a line of text, got 'a\\nb'"),
         (RUN + "name = ' '", "study.toml:4: name must be a line of text, got ' '"),
         (RUN.replace('"ewc"', '["ewc", "si"]') + 'name = "both"', "study.toml:4: a name .* are ewc, si: write .* each"),
-        (RUN + "[[run.run]]", "study.toml:4: there is no field 'run'; .*"),
+        (RUN + "[[run.run]]", "study.toml:4: unknown field 'run'; .*"),
         (RUN + "settings.rate = 1", "study.toml:4: ewc has no setting 'rate'; it has strength, .*"),
         (RUN + "settings.form = 'los'", 'study.toml:4: form must be "proximal" or "loss", got \'los\''),
         (RUN + "settings.strength = 10000000000000000000", "study.toml:4: settings has a whole number of more .*"),
         (RUN + f"settings.strength{1500 * '.x'} = 1", "study.toml:4: .*recursion.*"),
     ],
 )
-def test_other_mistakes_are_one_line_too(text: str, said: str) -> None:
-    assert re.fullmatch(said, message(text))
+def test_other_mistakes_are_one_line_too(text: str, expected: str) -> None:
+    assert re.fullmatch(expected, message(text))
 
 
 def test_settings_that_one_of_the_methods_lacks() -> None:
@@ -304,13 +304,13 @@ def test_settings_that_one_of_the_methods_lacks() -> None:
 
 def test_the_same_run_twice_names_both_lines() -> None:
     other = '# again\n[[run]]\nmethod = ["si", "ewc"]\nname = "other"\nstream = "digits"\nseeds = [1, 0]\n'
-    said = message(RUN + "\n" + other.replace('name = "other"\n', ""))
-    assert said == "study.toml:6: ewc, seed 0 is the same run as one of line 1: leave one of them out"
+    found = message(RUN + "\n" + other.replace('name = "other"\n', ""))
+    assert found == "study.toml:6: ewc, seed 0 is the same run as one of line 1: leave one of them out"
     assert len(parse(RUN + other.replace('name = "other"\n', "tasks = 2\n"), "study.toml")) == 5
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ('lr = 0.1\nmodel = "mlp\n', r"study.toml:2: this is not TOML: Illegal character '\\n' \(column 13\)"),
         ("lr = 0.1\nlr = 0.2\n", r"study.toml:2: this is not TOML: .* \(column 9\)"),
@@ -320,8 +320,8 @@ def test_the_same_run_twice_names_both_lines() -> None:
         (f"lr = {5000 * '['}", "study.toml: this is not TOML: maximum recursion depth .*"),
     ],
 )
-def test_what_is_not_toml(text: str, said: str) -> None:
-    assert re.fullmatch(said, message(text))
+def test_what_is_not_toml(text: str, expected: str) -> None:
+    assert re.fullmatch(expected, message(text))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -442,15 +442,15 @@ def test_a_method_has_these_settings_and_no_others(method: str) -> None:
 
 
 def test_the_method_itself_refuses_a_value() -> None:
-    for given_, said in (
+    for given_, expected in (
         ({"rate": 2}, "rate must be above 0 and at most 1, got 2"),
         ({"rate": "quick"}, "rate must be a number, got 'quick'"),
         ({"beta": 1, "gain": 0}, "gain must be above 0, got 0"),
         ({"gain": 10**400}, "int too large to convert to float"),
     ):
-        with pytest.raises(StudyError, match=f"^{said}$"):
+        with pytest.raises(StudyError, match=f"^{expected}$"):
             check_settings("npc", given_)
-    with pytest.raises(StudyError, match=r"^there is no method 'ncp'; there are npc"):
+    with pytest.raises(StudyError, match=r"^unknown method 'ncp'; available: npc"):
         check_settings("ncp", {})
 
 

@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
     """Stopped by Ctrl-C, again and again, with random crops."""
     made, how = stream(), plan(method, curve=2, model="small_cnn", heads=heads)
     whole = outcome(train(made, how, device="cpu", folder=tmp_path / "whole"))
-    seen, said = [], ""
+    seen, message = [], ""
 
     def stop(progress: Progress) -> None:
         seen.append(progress)
@@ -129,8 +129,8 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str,
             record = train(made, how, device="cpu", folder=tmp_path / "stopped", tell=stop)
             break
         except Interrupted as error:
-            said = str(error)
-    assert said == f"interrupted; train again with folder {tmp_path / 'stopped'} to resume"
+            message = str(error)
+    assert message == f"interrupted; train again with folder {tmp_path / 'stopped'} to resume"
     assert len(seen) > 20
     assert outcome(record) == whole
     assert_same_bits(final_state(tmp_path / "stopped"), final_state(tmp_path / "whole"))
@@ -315,8 +315,8 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
         ({"epochs": float("inf")}, "epochs must be above 0, got inf"),
         ({"settings": {"criterion": torch.nn.CrossEntropyLoss()}}, "settings: criterion must be plain data"),
         ({"settings": {"free": []}}, "free is not a setting of a plan"),
-        ({"method": "magic"}, "there is no method 'magic'; there are npc, dpc, cpc, ewc"),
-        ({"model": "resnet"}, "there is no model 'resnet'; there are paper_cnn"),
+        ({"method": "magic"}, "unknown method 'magic'; available: npc, dpc, cpc, ewc"),
+        ({"model": "resnet"}, "unknown model 'resnet'; available: paper_cnn"),
         ({"lr": 0}, "lr must be above 0, got 0"),
         ({"epoch": "week"}, "epoch must be one of paper, task; got 'week'"),
         ({"precision": "fp4"}, "precision must be one of float32, tf32, bf16; got 'fp4'"),

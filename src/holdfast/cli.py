@@ -135,11 +135,12 @@ def verify(name: Name, data: Data = None) -> None:
 
 # ---- options of studies ----
 
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Folder of the study. [default: studies/NAME]", show_default=False),
-]
-Seeds = Annotated[int, typer.Option("--seeds", min=1, metavar="N", help="Run each method with seeds 0 to N-1.")]
+
+def _out(default: str) -> Any:
+    return typer.Option("--out", metavar="DIR", help=f"Folder of the study. [default: {default}]", show_default=False)
+
+
+Seeds = Annotated[int, typer.Option("--seeds", min=1, metavar="N", help="Run with seeds 0 to N-1.")]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="cpu|cuda", help="[default: a GPU if there is one]", show_default=False),
@@ -147,7 +148,11 @@ Device = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        "--jobs", min=1, metavar="N", help="Number of runs at once. [default: by hardware]", show_default=False
+        "--jobs",
+        min=1,
+        metavar="N",
+        help="Number of runs at once. [default: chosen for the hardware]",
+        show_default=False,
     ),
 ]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files.")]
@@ -165,7 +170,7 @@ Settings = Annotated[
 Command = Callable[..., None]
 
 
-def plan_options(*names: str) -> Callable[[Command], Command]:
+def plan_options(*names: str, panel: str = "Plan (defaults depend on the stream)") -> Callable[[Command], Command]:
     """Give a command an option for each of these fields of a plan. It gets the given ones as `fields`."""
     chosen = {name: options()[name] for name in names}
 
@@ -177,7 +182,7 @@ def plan_options(*names: str) -> Callable[[Command], Command]:
             command(**arguments, fields=fields)
 
         own = [each for each in inspect.signature(command).parameters.values() if each.name != "fields"]
-        parameters = [*own, *map(_parameter, chosen.values())]
+        parameters = [*own, *(_parameter(option, panel) for option in chosen.values())]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {each.name: each.annotation for each in parameters}
         return with_options
@@ -185,13 +190,13 @@ def plan_options(*names: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def _parameter(option: Option) -> inspect.Parameter:
+def _parameter(option: Option, panel: str) -> inspect.Parameter:
     declared = typer.Option(
         option.declaration,
         help=option.help,
         metavar=option.metavar,
         show_default=False,
-        rich_help_panel="Plan (default: by stream)",
+        rich_help_panel=panel,
     )
     annotation = Annotated[option.kind | None, declared]  # type: ignore[name-defined]
     return inspect.Parameter(option.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -204,11 +209,11 @@ def _parameter(option: Option) -> inspect.Parameter:
 def demo(
     seeds: Seeds = 3,
     epochs: Annotated[float, typer.Option(metavar="E", help="Epochs per task.")] = 30,
-    out: Out = Path("studies/demo"),
-    device: Device = "cpu",
+    out: Annotated[Path | None, _out("studies/demo")] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda")] = "cpu",
     jobs: Jobs = None,
 ) -> None:
-    """See forgetting, and its cures, in a minute: all methods on small images of digits.
+    """Demonstrate forgetting and its remedies in a minute: all methods on small images of digits.
 
     A small network learns to tell 0 from 1, then 2 from 3, and so on, and never sees the earlier digits again. Nothing
     is downloaded.
@@ -232,15 +237,18 @@ def demo(
 @plan_options(*options())
 def run(
     what: Annotated[str, typer.Argument(metavar="STREAM|FILE", help="A stream, or a study file ending in .toml.")],
-    methods: Annotated[list[str] | None, typer.Argument(metavar="METHOD...", help="One or more methods.")] = None,
+    methods: Annotated[list[str] | None, typer.Argument(metavar="METHOD", help="One or more methods.")] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, metavar="N", help="Seeds 0 to N-1.", show_default="1")
+        int | None,
+        typer.Option("--seeds", min=1, metavar="N", help="Run with seeds 0 to N-1. [default: 1]", show_default=False),
     ] = None,
-    seed: Annotated[list[int] | None, typer.Option(min=0, help="A single seed. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, metavar="S", help="A single seed. Repeatable.")] = None,
     tasks: Tasks = None,
     settings: Settings = None,
-    name: Annotated[str | None, typer.Option(help="Name in tables and figures, for one method.")] = None,
-    out: Out = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name in tables and figures, for one method.")
+    ] = None,
+    out: Annotated[Path | None, _out("studies/STREAM, or studies/FILE without .toml")] = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
@@ -260,11 +268,11 @@ def run(
         _carry_out(_study(out, Path(what).stem), studyfile.read(Path(what)), execution)
         return
     if not methods:
-        raise StudyError(f"which method? For example: holdfast run {what} npc")
+        raise StudyError(f"no method given; for example: holdfast run {what} npc")
     if name is not None and len(methods) > 1:
         raise StudyError("--name is for one method: several methods need different names")
     if seed and seeds:
-        raise StudyError("--seeds and --seed contradict each other: give one of them")
+        raise StudyError("use either --seeds or --seed, not both")
     name = None if name is None else studyfile.check_name(name)
     own = dict(map(studyfile.setting, settings or []))
     runs = [
@@ -286,11 +294,15 @@ def _plan(stream: str, method: str, settings: dict[str, Any], fields: dict[str, 
 
 
 @app.command()
-@plan_options("epochs", "width", "evaluate_on", "curve", "precision", "compile")
+@plan_options(
+    *("epochs", "width", "evaluate_on", "curve", "precision", "compile"),
+    panel="Plan (defaults: the paper's, adapted to the hardware)",
+)
 def reproduce(
-    stream: Annotated[str, typer.Argument(metavar="imnist|icifar100", help="The paper's experiment.")],
+    stream: Annotated[str, typer.Argument(metavar="STREAM", help="The paper's experiment: imnist or icifar100.")],
     methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas; `all` adds those that are not in the paper.")
+        str,
+        typer.Option(metavar="LIST", help="Methods, separated by commas; `all` adds those that are not in the paper."),
     ] = ",".join(paper.COMPARED),
     seeds: Seeds = 3,
     tasks: Annotated[int, typer.Option(min=1, metavar="N", help="Only the first N tasks.")] = paper.TASKS,
@@ -301,7 +313,7 @@ def reproduce(
     searched: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Use the best settings of the searches in this study.")
     ] = None,
-    out: Out = None,
+    out: Annotated[Path | None, _out("studies/STREAM")] = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
@@ -376,17 +388,22 @@ def sweep(
     over: Annotated[
         str | None,
         typer.Option(
-            help="The setting, such as beta, or npc.beta of lwf+npc, or lr. [default: by method]", show_default=False
+            metavar="NAME",
+            help="The setting, such as beta, or npc.beta of lwf+npc, or lr. [default: depends on the method]",
+            show_default=False,
         ),
     ] = None,
     values: Annotated[
-        str | None, typer.Option(help="Values, separated by commas.", show_default="0.001,0.01,...,1000")
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Values, separated by commas. [default: 0.001,0.01,...,1000]", show_default=False
+        ),
     ] = None,
     finer: Annotated[bool, typer.Option("--finer/--coarse", help="Search finer around the best value.")] = True,
     seeds: Seeds = 1,
     tasks: Tasks = None,
     settings: Settings = None,
-    out: Out = None,
+    out: Annotated[Path | None, _out("studies/STREAM-sweep")] = None,
     data: Data = None,
     device: Device = None,
     jobs: Jobs = None,
@@ -395,7 +412,7 @@ def sweep(
 ) -> None:
     """Search for a setting of a method as the paper did, on validation images only.
 
-    Seven decades first, then finer around the best. DIR/sweeps keeps all values and their accuracies.
+    Seven powers of ten first, then finer around the best. DIR/sweeps keeps all values and their accuracies.
 
     Examples: `holdfast sweep digits ewc --seeds 3`, `holdfast sweep digits lwf+npc --over npc.beta`
     """
@@ -431,7 +448,7 @@ def sweep(
     typer.echo(f"{found.common.name} on {stream}: average accuracy on validation images, %")
     Console().print(terminal.search(found))
     if found.at_the_edge:
-        typer.echo(f"The best value is at the edge of the search: --values may reach further. Saved in {path}")
+        typer.echo(f"The best value is at the edge of the search; extend the range with --values. Saved in {path}")
     else:
         typer.echo(f"Saved in {path}")
 
@@ -500,7 +517,6 @@ def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[
     from holdfast.study.processes import LocalExecutor
     from holdfast.study.schedule import run_all
     from holdfast.study.terminal import Bars
-    from holdfast.study.work import prepare
 
     if execution.tensorboard:
         require_tensorboard()
@@ -509,7 +525,6 @@ def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[
         typer.echo(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
     if not left:
         return [study.add(run) for run in runs]
-    prepare(left, execution)
     try:
         with Bars(Console(), len(left)) as bars:
             return run_all(study, runs, LocalExecutor(study, execution), bars)

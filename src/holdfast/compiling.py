@@ -1,4 +1,4 @@
-"""torch.compile, as runs use it."""
+"""Shared settings for torch.compile."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Names for things that are expensive to import."""
+"""Lazy registries: values are imported on first use."""
 
 from collections.abc import Iterator, MutableMapping
 from importlib import import_module

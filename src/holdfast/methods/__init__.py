@@ -41,7 +41,7 @@ METHODS: Registry["type[Method]"] = Registry(
 """Every method by name. A registered method is tested as an optimizer and takes part in studies."""
 
 BOUNDS = frozenset({"joint", "separate"})
-"""Methods that keep all data or one model per task: upper bounds, not rivals."""
+"""Methods that keep all data or train a fresh model for each task: upper bounds."""
 
 
 def parts_of(method: str) -> list[str]:
@@ -53,12 +53,12 @@ def parts_of(method: str) -> list[str]:
     parts = method.split("+") if isinstance(method, str) else [method]
     for part in parts:
         if part not in METHODS:
-            raise ValueError(f"there is no method {part!r}; there are {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {part!r}; available: {', '.join(METHODS)}")
     if len(set(parts)) < len(parts):
         raise ValueError(f"{method!r} names a method twice: leave one of them out")
     for part in parts:
         if part in BOUNDS and len(parts) > 1:
-            raise ValueError(f"{part} is a bound for the other methods and cannot be combined with them: run it alone")
+            raise ValueError(f"{part} is an upper bound and cannot be combined with other methods")
     return parts
 
 

@@ -1,13 +1,14 @@
 """Memory Aware Synapses (Aljundi et al., 2018)."""
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.methods.anchor import Form, Sampled
+from holdfast.methods.method import Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.samples import sum_over_samples
 
@@ -41,8 +42,6 @@ class MAS(Sampled):
     {'weight': (2, 4), 'bias': (2,)}
     """
 
-    role: ClassVar = "the pull of MAS"
-
     def __init__(
         self,
         model: nn.Module,
@@ -53,6 +52,16 @@ class MAS(Sampled):
         form: Form = "proximal",
     ) -> None:
         super().__init__(model, optimizer, strength=strength, samples=samples, form=form)
+
+    @classmethod
+    def check_combination(cls, inner: Sequence[type[Method]]) -> None:
+        super().check_combination(inner)
+        for kind in inner:
+            if issubclass(kind, MAS):
+                larger = kind if cls is MAS else cls
+                raise ValueError(
+                    f"{cls.__name__} and {kind.__name__} cannot be combined: {larger.__name__} already includes MAS"
+                )
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         measured, parameters = self._samples(batches), self._parameters()

@@ -23,7 +23,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ValueError(f"there is no device {str(device)!r}: use cpu or cuda") from None
+        raise ValueError(f"unknown device {str(device)!r}: use cpu or cuda") from None
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r} is not supported: use cpu or cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():

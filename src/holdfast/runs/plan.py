@@ -62,14 +62,15 @@ class Plan:
         default=1.0, metadata=_option("Number of hidden neurons, as a multiple of the model's default.", "W")
     )
     seed: Seed = 0
-    lr: Positive = field(default=0.05, metadata=_option("Learning rate of SGD."))
-    batch: Natural = field(default=512, metadata=_option("Images per batch."))
+    lr: Positive = field(default=0.05, metadata=_option("Learning rate of SGD.", "RATE"))
+    batch: Natural = field(default=512, metadata=_option("Images per batch.", "N"))
     epochs: Positive = field(default=30.0, metadata=_option("Epochs per task.", "E"))
     epoch: Literal["paper", "task"] = field(
         default="paper", metadata=_option("Length of an epoch: all images of the source, or of the task.", "paper|task")
     )
     heads: Literal["masked", "growing"] = field(
-        default="masked", metadata=_option("One output layer, masked by task, or one that grows.", "masked|growing")
+        default="masked",
+        metadata=_option("One output layer masked by task, or one that grows with each task.", "masked|growing"),
     )
     evaluate_on: Literal["test", "validation"] = field(
         default="test", metadata=_option("Evaluate on validation images.", switch="validation")
@@ -84,17 +85,17 @@ class Plan:
     compile: bool = field(
         default=False, metadata=_option("Compile the model and, on a GPU, capture steps as CUDA graphs.", negated=True)
     )
-    deterministic: bool = field(default=False, metadata=_option("Give the same bits twice, on a GPU too."))
+    deterministic: bool = field(default=False, metadata=_option("Bitwise reproducible, also on a GPU."))
 
     def __post_init__(self) -> None:
         parts_of(self.method)
         if self.model not in MODELS:
-            raise ValueError(f"there is no model {self.model!r}; there are {', '.join(MODELS)}")
+            raise ValueError(f"unknown model {self.model!r}; available: {', '.join(MODELS)}")
         if not isinstance(self.settings, Mapping):
             raise ValueError(f"settings must be names and values, got {self.settings!r}")
         for name, hint in _hints().items():
             object.__setattr__(self, name, _checked(name, _plain(name, getattr(self, name)), hint))
-        for name in self.settings:
+        for name in self.settings:  # a training loop provides these two: see `holdfast.methods.method.Needs`
             if (setting := name.rpartition(".")[2]) in ("free", "example"):
                 raise ValueError(f"{setting} is not a setting of a plan: a run provides it itself")
 

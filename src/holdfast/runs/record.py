@@ -45,8 +45,8 @@ class Record:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     images: int = 0
     peak_bytes: int = 0
-    memory: dict[str, int] = field(default_factory=dict)
-    """The bytes kept by the method at the end, by name."""
+    memory: dict[str, int] | None = None
+    """The bytes kept by the method after the last finished task, by name; None if unknown, as in older records."""
     capacity: list[dict[str, float]] = field(default_factory=list)
     """The share of each layer taken after each task, by layer, if the method measures it."""
     failure: dict[str, Any] | None = None

@@ -52,6 +52,6 @@ def build_stream(name: str, data: Path | None = None, *, tasks: int | None = Non
         tasks: the number of tasks. By default all that the stream has.
     """
     if name not in STREAMS and not name.startswith("folder:"):
-        raise ValueError(f"there is no stream {name!r}; there are {', '.join(STREAMS)} and folder:PATH")
+        raise ValueError(f"unknown stream {name!r}; available: {', '.join(STREAMS)}, folder:PATH")
     origin, make = STREAMS.get(name, (name, _folder))
     return make(load(origin, data), tasks)

@@ -93,7 +93,7 @@ def published(name: str) -> Published:
     """The description of a source's published files."""
     if name not in _PUBLISHED:
         known = ", ".join(SOURCES)
-        raise DataError(f"there is no source {name!r}; the sources are {known} and folder:PATH (a folder of images)")
+        raise DataError(f"unknown source {name!r}; available: {known}, folder:PATH (a folder of images)")
     return _PUBLISHED[name]
 
 

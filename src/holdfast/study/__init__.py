@@ -1,1 +1,1 @@
-"""Studies: many runs, where they are kept, and the tables, figures and page that are made of them."""
+"""Studies: sets of runs, their storage, and the tables, figures and page built from them."""

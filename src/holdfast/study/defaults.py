@@ -3,7 +3,7 @@
 from typing import Any
 
 COMMON: dict[str, Any] = {"curve": 10}
-DIGITS = {"model": "mlp", "lr": 0.1, "batch": 16, "epochs": 30.0, "epoch": "task"}
+DIGITS = {"model": "mlp", "lr": 0.1, "batch": 16, "epoch": "task"}
 FOLDER = {"model": "small_cnn", "batch": 32, "epoch": "task"}
 
 

@@ -4,8 +4,11 @@ from typing import Any
 
 from holdfast.methods import METHODS
 from holdfast.runs.plan import Plan
+from holdfast.study.defaults import defaults_for
 from holdfast.study.paper import FULLY_PLASTIC, OFF, actual
 from holdfast.study.store import Run
+
+STREAM = "digits"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "npc": {"beta": 0.5, "rate": 1e-3},
@@ -20,6 +23,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Chosen on validation images by `holdfast sweep`; the commands are in docs/demo.md."""
 
+PROBED = ("npc", OFF)
+"""The rows whose neurons are recorded: the figures compare NPC with the same network without its control."""
+
 
 def runs(seeds: int, epochs: float) -> list[Run]:
     """All methods, by seed."""
@@ -27,16 +33,5 @@ def runs(seeds: int, epochs: float) -> list[Run]:
 
 
 def _run(method: str, seed: int, epochs: float) -> Run:
-    plan = Plan(
-        actual(method),
-        settings=SETTINGS.get(method, {}),
-        model="mlp",
-        seed=seed,
-        lr=0.1,
-        batch=16,
-        epochs=epochs,
-        epoch="task",
-        curve=10,
-        neurons=actual(method) == "npc",
-    )
-    return Run.of("digits", plan, name=method)
+    fields = defaults_for(STREAM) | {"seed": seed, "epochs": epochs, "neurons": method in PROBED}
+    return Run.of(STREAM, Plan(actual(method), settings=SETTINGS.get(method, {}), **fields), name=method)

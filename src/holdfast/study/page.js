@@ -3,7 +3,7 @@
 (() => {
   const collator = new Intl.Collator("en", { numeric: true });
 
-  /** How the values of two cells are ordered; what is missing comes last in either direction. */
+  /** Compares two cells; missing values sort last in both directions. */
   const compare = (a, b, numeric, sign) => {
     if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
     return sign * (numeric ? a - b : collator.compare(a, b));
@@ -30,13 +30,13 @@
 
   const copier = (label, text) => {
     const made = button(async () => {
-      let said = "Copied";
+      let message = "Copied";
       try {
         await navigator.clipboard.writeText(text());
       } catch {
-        said = "Not allowed";
+        message = "Not allowed";
       }
-      made.textContent = said;
+      made.textContent = message;
       setTimeout(() => { made.textContent = label; }, 2000);
     });
     made.textContent = label;

@@ -339,13 +339,15 @@ def _decimal(value: Any) -> str:
 
 
 def _memory(size: Any) -> str:
-    """A number of bytes in KiB, MiB or GiB; 0 is unknown.
+    """A number of bytes in B, KiB, MiB or GiB.
 
-    >>> _memory(1536), _memory(409190400), _memory(3 * 2**30), _memory(0)
-    ('1.5 KiB', '390 MiB', '3.0 GiB', 'unknown')
+    >>> _memory(0), _memory(1536), _memory(409190400), _memory(3 * 2**30), _memory(None)
+    ('0 B', '1.5 KiB', '390 MiB', '3.0 GiB', 'unknown')
     """
-    if not isinstance(size, int | float) or size <= 0:
+    if not isinstance(size, int | float) or size < 0:
         return "unknown"
+    if size < 2**10:
+        return f"{size:.0f} B"
     if size < 2**20:
         return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

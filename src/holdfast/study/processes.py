@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, resource_tracker
@@ -18,7 +18,7 @@ import torch
 from holdfast.errors import warn_in_one_line
 from holdfast.runs.training import Progress, choose_device
 from holdfast.study.store import Run, Study
-from holdfast.study.work import Ended, Execution, attempt
+from holdfast.study.work import Ended, Execution, attempt, prepare
 
 RUNS_PER_GPU = 2  # benchmarks/sharing.py
 MEMORY_PER_RUN = 6 * 2**30
@@ -70,8 +70,9 @@ class LocalExecutor:
         self._threads = 1
         self._workers: list[_Worker] = []
 
-    def open(self, runs: int) -> int:
-        jobs, self._threads = share(runs, self.execution)
+    def open(self, runs: Sequence[Run]) -> int:
+        prepare(runs, self.execution)
+        jobs, self._threads = share(len(runs), self.execution)
         return jobs
 
     def start(self, run: Run) -> None:

@@ -6,7 +6,7 @@ others and takes over those they leave unfinished.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,8 +20,12 @@ _POLL = 0.2  # seconds between checks of the runs claimed by other processes
 class Executor(Protocol):
     """Carries out the runs that a schedule starts, each by `holdfast.study.work.attempt`."""
 
-    def open(self, runs: int) -> int:
-        """Prepare for a number of runs. Returns the number of slots, the limit on runs in progress at once."""
+    def open(self, runs: Sequence[Run]) -> int:
+        """Prepare for these runs, and raise an error if they cannot be executed; nothing is stored yet.
+
+        Returns:
+            The number of slots: the limit on runs in progress at once.
+        """
 
     def start(self, run: Run) -> None:
         """Start a run. The schedule never starts more runs than there are slots."""
@@ -58,10 +62,12 @@ def run_all(study: Study, runs: Iterable[Run], executor: Executor, display: Disp
     A run that fails does not stop the others; a StudyError follows at the end. After Ctrl-C every run saves a
     checkpoint, and the same call resumes from there. The executor is closed in any case.
     """
+    different = list({run.id: run for run in runs}.values())
     try:
-        entries = [study.add(run) for run in {run.id: run for run in runs}.values()]
-        schedule = _Schedule(study, executor, display)
-        schedule.go([entry.run for entry in entries if entry.record is None])
+        unfinished = [run for run in different if study.entry(run).record is None]
+        schedule = _Schedule(study, executor, display, executor.open(unfinished))
+        entries = [study.add(run) for run in different]
+        schedule.go(unfinished)
     except KeyboardInterrupt:
         executor.interrupt()
         raise Interrupted(f"interrupted; run the same command again to resume {study.folder}") from None
@@ -79,7 +85,7 @@ class _Schedule:
     study: Study
     executor: Executor
     display: Display
-    slots: int = 1
+    slots: int
     waiting: deque[Run] = field(default_factory=deque)
     running: set[str] = field(default_factory=set)  # IDs of the runs in progress here
     elsewhere: list[Run] = field(default_factory=list)
@@ -87,7 +93,6 @@ class _Schedule:
     failures: list[tuple[Run, str]] = field(default_factory=list)
 
     def go(self, runs: list[Run]) -> None:
-        self.slots = self.executor.open(len(runs))
         self.waiting.extend(runs)
         while self.waiting or self.running or self.elsewhere:
             self._fill_slots()

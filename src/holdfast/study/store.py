@@ -9,7 +9,7 @@
         neurons.json      importance and drift of neurons, if recorded
         lock              held by the process that executes the run
 
-Importing this module does not import torch, so a study is listed at once.
+Importing this module does not import torch, so listing a study is fast.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ Keys = tuple[str | int, ...]
 _MOST_SEEDS = 1000
 _REFUSALS = (StudyError, TypeError, ValueError, OverflowError, RecursionError)
 _ELSEWHERE = {
-    "seed": "there is no field seed: use seeds, as in seeds = 3 or seeds = [5]",
+    "seed": "unknown field seed: use seeds, as in seeds = 3 or seeds = [5]",
     "name": "a name belongs to one run: write it below its [[run]]",
 }
 
@@ -245,7 +245,7 @@ def _holds(data: Any, path: Keys) -> bool:
 # ---- fields ----
 
 _FIELDS = ["stream", "tasks", "seeds", *(item.name for item in dataclasses.fields(Plan) if item.name != "seed")]
-"""The fields that may stand above the runs and in each."""
+"""Fields allowed above the runs and in each run."""
 
 
 def _tables(document: _Document) -> list[dict[str, Any]]:
@@ -254,7 +254,7 @@ def _tables(document: _Document) -> list[dict[str, Any]]:
         raise StudyError(f'{document.filename}: there are no runs: add [[run]] and, below it, method = "npc"')
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         with document.at("run"):
-            raise ValueError("a run is a table of its own: write [[run]], and its fields below")
+            raise ValueError("a run must be a table: write [[run]] and its fields below it")
     return tables
 
 
@@ -276,7 +276,7 @@ def _no_such_field(key: str, known: list[str]) -> str:
         return _ELSEWHERE[key]
     if owners := [method for method in METHODS if key in defaults_of(method)]:
         return f"{key} is a setting of {', '.join(owners)}: write settings.{key} = ..."
-    return f"there is no field {key!r}; there are {alternatives(key, known)}"
+    return f"unknown field {key!r}; available: {alternatives(key, known)}"
 
 
 def _multiplied(document: _Document, number: int, common: dict[str, Any], own: dict[str, Any]) -> list[Run]:
@@ -366,7 +366,7 @@ def _stream(given: Any) -> str:
 
     if isinstance(given, str) and (given in STREAMS or given.removeprefix("folder:") not in ("", given)):
         return given
-    raise ValueError(f"there is no stream {given!r}; there are {', '.join(STREAMS)} and folder:PATH")
+    raise ValueError(f"unknown stream {given!r}; available: {', '.join(STREAMS)}, folder:PATH")
 
 
 def _tasks(given: Any) -> int:

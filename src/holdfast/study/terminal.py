@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 
 class Bars:
-    """Progress bars: one for each run in progress, one for all runs, and a line for each ended run."""
+    """Progress bars: one for each run in progress, one for all runs, and a line for each ended run.
+
+    They appear when the first run starts, after errors and downloads of the preparation.
+    """
 
     def __init__(self, console: Console, runs: int) -> None:
         self.console, self.runs, self.ended_so_far = console, runs, 0
         self.bars: dict[str, TaskID] = {}
         self.shares: dict[str, float] = {}
+        self.began_at: float | None = None
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,19 +43,25 @@ class Bars:
         )
 
     def __enter__(self) -> Self:
-        self.progress.start()
-        self.began_at = time.monotonic()
-        self.all = self.progress.add_task(f"[bold]{self.runs} runs", total=self.runs, accuracy="")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.began_at is None:
+            return
         for bar in self.bars.values():
             self.progress.remove_task(bar)
         self.progress.stop()
         took = timedelta(seconds=round(time.monotonic() - self.began_at))
         self.console.print(f"{self.ended_so_far} of {self.runs} runs in {took}", highlight=False)
 
+    def _begin(self) -> None:
+        self.began_at = time.monotonic()
+        self.progress.start()
+        self.all = self.progress.add_task(f"[bold]{self.runs} runs", total=self.runs, accuracy="")
+
     def started(self, run: Run) -> None:
+        if self.began_at is None:
+            self._begin()
         if run.id not in self.bars:
             self.bars[run.id] = self.progress.add_task(escape(run.label), total=1.0, accuracy="")
 

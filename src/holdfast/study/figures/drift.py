@@ -44,8 +44,8 @@ def draw(key: str, subject: Subject) -> Drawing | None:
         "Drift of the activations before the head while the second task is learned, on a fixed set of images of the "
         "first task: absolute (left) and relative to each neuron's standard deviation before the second task (right). "
         "Histograms show each group's values in the first seed; the last bin includes all larger values. Numbers show "
-        f"{seeds_shown([len(seeds) for _, seeds in rows])}, or none if, in any seed, no neuron of the group varied "
-        "before the second task. Triangles mark the means within the panel.",
+        f"{seeds_shown([len(seeds) for _, seeds in rows])}; 'none' means that in at least one seed no neuron of the "
+        "group varied before the second task. Triangles mark the means within the panel.",
         figure,
     )
 

@@ -53,7 +53,7 @@ KIND = Kind("importance", draw)
 
 
 def threshold(settings: Mapping[str, Any]) -> float | None:
-    """Return the importance at which neurons freeze: the setting `beta`, or that of the one method in a composition.
+    """The importance at which neurons freeze: the setting `beta` of NPC or DPC, alone or in a combination.
 
     >>> threshold({"beta": 0.5}), threshold({"lwf.weight": 0.1, "npc.beta": 0.7}), threshold({"strength": 1.0})
     (0.5, 0.7, None)

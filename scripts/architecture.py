@@ -1,7 +1,7 @@
 """Draws the structure of the package: who imports whom, and the contents of each module.
 
-    python scripts/house.py          # print the drawing
-    python scripts/house.py --write  # update the drawing in CONTRIBUTING.md
+    python scripts/architecture.py          # print the drawing
+    python scripts/architecture.py --write  # update the drawing in CONTRIBUTING.md
 
 The tests compare CONTRIBUTING.md with this drawing. They also refuse imports that point up, and cycles.
 """
@@ -17,11 +17,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
 DOCUMENT = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- house: begin -->", "<!-- house: end -->"
+BEGIN, END = "<!-- architecture: begin -->", "<!-- architecture: end -->"
 WIDTH = 120
 """The length of a line in CONTRIBUTING.md."""
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LEVELS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("study",),
     ("runs",),
@@ -31,9 +31,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("importance", "plasticity", "directions"),
     ("atomic", "compiling", "errors", "registry", "version"),
 )
-"""Packages and single modules, from top to bottom. A package imports only from lower floors, and from itself."""
+"""Packages and single modules, from top to bottom. A package imports only from lower levels, and from itself."""
 ENTRIES = ("__init__", "__main__")
-"""Modules that may import from every floor. No module imports them."""
+"""Modules that may import from every level. No module imports them."""
 LEAVES = ("gpu",)
 """Packages that may be deleted. They are imported inside functions only."""
 
@@ -55,7 +55,7 @@ def modules() -> dict[str, ast.Module]:
         path: path.relative_to(SOURCE).with_suffix("").as_posix().replace("/", ".") for path in SOURCE.rglob("*.py")
     }
     parsed = {name.removesuffix(".__init__"): ast.parse(path.read_text("utf-8")) for path, name in names.items()}
-    return dict(sorted(parsed.items(), key=lambda item: (_floor(item[0]), item[0])))
+    return dict(sorted(parsed.items(), key=lambda item: (_level(item[0]), item[0])))
 
 
 def imports(parsed: dict[str, ast.Module]) -> list[Import]:
@@ -102,14 +102,14 @@ def package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _floor(module: str) -> int:
+def _level(module: str) -> int:
     package = package_of(module)
     if package in ENTRIES:
         return -1
-    for number, packages in enumerate(FLOORS):
+    for number, packages in enumerate(LEVELS):
         if package in packages:
             return number
-    raise ValueError(f"{package} has no floor: add it to FLOORS in scripts/house.py")
+    raise ValueError(f"{package} has no level: add it to LEVELS in scripts/architecture.py")
 
 
 def upward(found: Iterable[Import]) -> list[Import]:
@@ -119,7 +119,7 @@ def upward(found: Iterable[Import]) -> list[Import]:
 
 def _is_allowed(each: Import) -> bool:
     from_leaf = package_of(each.imported) in LEAVES
-    return _floor(each.importer) < _floor(each.imported) and not (from_leaf and each.immediate)
+    return _level(each.importer) < _level(each.imported) and not (from_leaf and each.immediate)
 
 
 def cycle(found: Iterable[Import]) -> list[str]:
@@ -159,7 +159,7 @@ def edges(found: Iterable[Import]) -> list[tuple[str, str]]:
         return direct.union(*map(reach, direct))
 
     kept = [(a, b) for a, direct in below.items() for b in direct if not any(b in reach(c) for c in direct)]
-    return sorted(kept, key=lambda edge: (_floor(edge[0]), _floor(edge[1]), edge))
+    return sorted(kept, key=lambda edge: (_level(edge[0]), _level(edge[1]), edge))
 
 
 def row(name: str, tree: ast.Module) -> str:
