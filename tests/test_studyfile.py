@@ -422,6 +422,7 @@ SETTINGS = {
     "dpc": {"beta": 0.5, "kappa": 10, "rate": 1e-3, "gain": 2, "samples": 5, "rank": 3},
     "cpc": {"beta": 0.5, "rate": 1e-3, "gain": 2, "normalize": "model"},
     "ewc": {"strength": 3, "labels": "exact", "samples": 5, "form": "loss"},
+    "kfac": {"strength": 3, "samples": 5},
     "mas": {"strength": 3, "samples": 5, "form": "loss"},
     "si": {"strength": 3, "xi": 0.1, "form": "loss"},
     "ssl": {"sparsity": 0.1, "strength": 3, "samples": 5, "form": "loss"},

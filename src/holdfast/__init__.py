@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.methods import CPC, DPC, EWC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
+    from holdfast.methods import CPC, DPC, EWC, KFAC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
 
 __all__ = [
     "CPC",
@@ -14,6 +14,7 @@ __all__ = [
     "EWC",
     "FineTune",
     "Joint",
+    "KFAC",
     "LwF",
     "MAS",
     "METHODS",

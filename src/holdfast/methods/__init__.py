@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.methods.ewc import EWC
     from holdfast.methods.finetune import FineTune
     from holdfast.methods.joint import Joint
+    from holdfast.methods.kfac import KFAC
     from holdfast.methods.lwf import LwF
     from holdfast.methods.mas import MAS
     from holdfast.methods.method import Method
@@ -29,6 +30,7 @@ METHODS: Registry["type[Method]"] = Registry(
         "dpc": "holdfast.methods.dpc:DPC",
         "cpc": "holdfast.methods.cpc:CPC",
         "ewc": "holdfast.methods.ewc:EWC",
+        "kfac": "holdfast.methods.kfac:KFAC",
         "mas": "holdfast.methods.mas:MAS",
         "si": "holdfast.methods.si:SI",
         "ssl": "holdfast.methods.ssl:SSL",
@@ -79,6 +81,7 @@ __all__ = [
     "EWC",
     "FineTune",
     "Joint",
+    "KFAC",
     "LwF",
     "MAS",
     "Method",

@@ -35,18 +35,12 @@ class Side(NamedTuple):
 
     def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
         """Weight and bias as one matrix, `[groups, neurons, inputs]`. The column of a missing bias is 0."""
-        weight, *bias = (tensors[index] for index in self.indices)
-        parts = [self.layout.matrix(weight), *(each.view(self.layout.groups, -1, 1) for each in bias)]
-        matrix = torch.cat(parts, 2).to(self.directions.vectors.dtype)
+        matrix = self.layout.joined(*(tensors[index] for index in self.indices)).to(self.directions.vectors.dtype)
         return pad(matrix, (0, self.directions.vectors.shape[1] - matrix.shape[2]))
 
     def write_(self, tensors: Sequence[Tensor], matrix: Tensor) -> None:
         """The inverse of `matrix`, in place."""
-        weight, *bias = (tensors[index] for index in self.indices)
-        columns = weight.numel() // (matrix.shape[0] * matrix.shape[1])
-        weight.copy_(self.layout.weight(matrix[:, :, :columns], weight.shape))
-        for each in bias:
-            each.copy_(matrix[:, :, columns].reshape(-1))
+        self.layout.write_(matrix, *(tensors[index] for index in self.indices))
 
 
 def direct_all_(

@@ -32,6 +32,18 @@ class Layout:
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
         return (grouped.transpose(1, 2) if self.transposed else grouped).flatten(2)
 
+    def joined(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Weight and bias as one matrix for each group. The bias, if given, is its last column."""
+        matrix = self.matrix(weight)
+        return matrix if bias is None else torch.cat([matrix, bias.view(self.groups, -1, 1)], 2)
+
+    def write_(self, matrix: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Copy a matrix as from `joined` into weight and bias. Columns beyond them are ignored."""
+        columns = weight.numel() // (matrix.shape[0] * matrix.shape[1])
+        weight.copy_(self.weight(matrix[:, :, :columns], weight.shape))
+        if bias is not None:
+            bias.copy_(matrix[:, :, columns].reshape(-1))
+
     def weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
         """The inverse of `matrix`, for a weight of this shape."""
         if not self.transposed:
@@ -76,6 +88,14 @@ def group_rows(module: nn.Module, x: Tensor) -> Tensor:
     x = batched(module, x)
     patches = _transposed_patches(module, x) if isinstance(module, TRANSPOSED) else _patches(module, x)
     return patches.reshape(len(patches), module.groups, -1).transpose(0, 1)
+
+
+def output_rows(module: nn.Module, y: Tensor) -> Tensor:
+    """Return values at the outputs of a layer as rows for each group, `[groups, n, neurons / groups]`."""
+    if isinstance(module, nn.Linear):
+        return y.reshape(1, -1, y.shape[-1])
+    rows = batched(module, y).movedim(1, -1).flatten(0, -2)
+    return rows.reshape(len(rows), Layout.of(module).groups, -1).transpose(0, 1)
 
 
 def batched(module: nn.Module, x: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ STREAM = "digits"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "npc": {"beta": 0.5, "rate": 1e-3},
-    "dpc": {"rate": 1e-3},
+    "dpc": {"kappa": 1e4, "rate": 1e-3},
     "cpc": {"beta": 0.2, "rate": 1e-3},
     OFF: {"beta": FULLY_PLASTIC, "rate": 1e-3},
     "ewc": {"strength": 1e7},
+    "kfac": {"strength": 1e7},
     "mas": {"strength": 1.0},
     "si": {"strength": 20.0},
     "ssl": {"strength": 2.0},

@@ -4,7 +4,7 @@ from holdfast.taps.activations import Activation, ActivationTaps
 from holdfast.taps.calls import Call, CallTap
 from holdfast.taps.hooks import Taps
 from holdfast.taps.importance import ImportanceTaps
-from holdfast.taps.inputs import layer_inputs, module_inputs
+from holdfast.taps.inputs import Signal, layer_inputs, module_inputs, module_signals
 
 __all__ = [
     "Activation",
@@ -12,7 +12,9 @@ __all__ = [
     "Call",
     "CallTap",
     "ImportanceTaps",
+    "Signal",
     "Taps",
     "layer_inputs",
     "module_inputs",
+    "module_signals",
 ]

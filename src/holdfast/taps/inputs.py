@@ -1,8 +1,8 @@
-"""Inputs of layers and modules on given data, in evaluation mode."""
+"""Inputs of layers and modules, and gradients at their outputs, on given data in evaluation mode."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,49 @@ def module_inputs(
     """Iterate over the first inputs of `modules`, batch by batch: one tensor per call, by module name."""
     for batch in batches:
         yield _inputs_on(batch if isinstance(batch, Batch) else read(batch, device_of(model)), model, modules)
+
+
+class Signal(NamedTuple):
+    """One call of a module: its name, its first input, and the gradient at its output."""
+
+    name: str
+    input: Tensor
+    gradient: Tensor
+
+
+def module_signals(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    batches: Iterable[Batch],
+    objective: Callable[[Any, Batch], Tensor],
+) -> Iterator[tuple[Batch, list[Signal]]]:
+    """Iterate over the inputs of `modules` and the gradients of an objective at their outputs, batch by batch.
+
+    Args:
+        model: the model.
+        modules: some of its modules, by name.
+        batches: the batches.
+        objective: maps the model's output for a batch to a number: a sum over samples, so that the gradients are those
+            of single samples.
+    """
+    for batch in batches:
+        calls: list[tuple[str, Tensor, Tensor]] = []
+
+        with Taps() as taps, torch.enable_grad(), evaluating(model):
+            for name, module in modules.items():
+                taps.on_output(module, partial(_keep_call, calls, name))
+            value = objective(batch.outputs(model), batch)
+            gradients = torch.autograd.grad(value, [output for *_, output in calls], materialize_grads=True)
+        yield batch, [Signal(name, x, gradient) for (name, x, _), gradient in zip(calls, gradients, strict=True)]
+
+
+def _keep_call(
+    calls: list[tuple[str, Tensor, Tensor]], name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+) -> Tensor | None:
+    if not output.requires_grad:
+        return None
+    calls.append((name, first_input(args, kwargs).detach().clone(), output))
+    return output.clone()  # the model may change its output in place
 
 
 def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[Tensor]]:

@@ -1,0 +1,208 @@
+"""Elastic weight consolidation with a Kronecker-factored Fisher information (Ritter et al., 2018)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from holdfast.directions import second_moment
+from holdfast.importance import precise
+from holdfast.methods.anchor import check_finite
+from holdfast.methods.memory import AS_BEFORE, PLAIN
+from holdfast.methods.method import Method, Needs
+from holdfast.methods.settings import Count, NonNegative
+from holdfast.neurons import Layer, find_layers
+from holdfast.neurons.rows import Layout, group_rows, output_rows
+from holdfast.samples import Batch, device_of, output_nodes, samples_of, select
+from holdfast.taps import module_signals
+
+
+class Basis(NamedTuple):
+    """The eigenvectors and eigenvalues of both factors of a layer, with a leading axis of groups."""
+
+    inputs: Tensor
+    input_values: Tensor
+    outputs: Tensor
+    output_values: Tensor
+
+
+def basis_of(inputs: Tensor, outputs: Tensor) -> Basis:
+    (a, u), (g, v) = (torch.linalg.eigh(factor.double()) for factor in (inputs, outputs))
+    return Basis(*(each.to(inputs.dtype) for each in (u, a.clamp(min=0), v, g.clamp(min=0))))
+
+
+def pulled(value: Tensor, anchor: Tensor, basis: Basis, stiffness: float | Tensor) -> Tensor:
+    """The proximal step of tr(G (W - M) A (W - M)^T): the minimum of |X - W|^2 / 2 + stiffness / 2 times that over X.
+
+    In the eigenbasis of A and G, each entry of W - M shrinks by 1 / (1 + stiffness a g). It never diverges.
+
+    >>> one = torch.ones(1, 1, 1)
+    >>> pulled(3 * one, one, Basis(one, one[0], one, 4 * one[0]), stiffness=0.25)
+    tensor([[[2.]]])
+    """
+    inside = basis.outputs.mT @ (value - anchor) @ basis.inputs
+    stiff = stiffness * basis.output_values.unsqueeze(2) * basis.input_values.unsqueeze(1)
+    return value - basis.outputs @ (inside * (stiff / (1 + stiff))) @ basis.inputs.mT
+
+
+class KFAC(Method):
+    """Pulls each layer to its last values, by a Kronecker-factored Fisher information.
+
+    For a layer with inputs a (with a 1 appended if the layer has a bias) and gradients g of log p(label | x) at its
+    outputs, on the samples of a task:
+
+        A_k = mean over samples of the sum over positions of a a^T,   A = sum of A_k over the finished tasks
+        G_k = mean over samples and positions of g g^T,               G = mean of G_k over the finished tasks
+        penalty = strength tr(G (W - M) A (W - M)^T)                  M: the values after the last task
+
+    as a proximal step after each step of the wrapped optimizer. Parameters outside of linear and convolutional layers
+    are not pulled. Source: Ritter, Botev, Barber, "Online structured Laplace approximations for overcoming catastrophic
+    forgetting", NeurIPS 2018; for convolutions: Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for
+    convolution layers", ICML 2016.
+
+    Args:
+        model: the model in training. It returns `[samples, classes]`, as for cross entropy.
+        optimizer: an optimizer of its parameters.
+        strength: the strength of the pull.
+        samples: the number of samples per task to measure on, the first of its batches; all if None.
+
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), strength=10)
+    >>> x, y = torch.randn(16, 4), torch.randint(2, (16,))
+    >>> loss = nn.functional.cross_entropy(model(x), y) + optimizer.penalty()
+    >>> optimizer.zero_grad(); loss.backward(); optimizer.step()
+    >>> optimizer.consolidate([(x, y)])  # the task is finished
+    """
+
+    needs: ClassVar = Needs(data=True)
+    remembers: ClassVar = {
+        "tasks": PLAIN,
+        "_inputs": AS_BEFORE,
+        "_outputs": AS_BEFORE,
+        "_anchor": AS_BEFORE,
+    }
+    searched: ClassVar = "strength"
+
+    strength: float
+    samples: int | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        strength: NonNegative = 30.0,
+        samples: Count = 4096,
+    ) -> None:
+        super().__init__(model, optimizer)
+        self._set(strength=strength, samples=samples)
+        self.tasks = 0
+        found = find_layers(self.model, self._trained(), free=())
+        self._layers = {layer.name: layer for layer in found if _parts(layer)}
+        self._anchor = {name: self._value(layer) for name, layer in self._layers.items()}
+        self._inputs = {name: (value.mT @ value).zero_() for name, value in self._anchor.items()}
+        self._outputs = {name: (value @ value.mT).zero_() for name, value in self._anchor.items()}
+        self._bases: dict[str, tuple[Tensor, Basis]] = {}
+
+    def _value(self, layer: Layer) -> Tensor:
+        """A copy of weight and bias as one matrix, `[groups, neurons, inputs]`."""
+        parts = _parts(layer)
+        return Layout.of(layer.modules[0]).joined(*(p.detach().to(precise(p.dtype), copy=True) for p in parts))
+
+    # ---- a step ----
+
+    def _update(self) -> None:
+        self.wrapped.step()
+        if self.tasks == 0:
+            return
+        rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
+        for name, layer in self._layers.items():
+            weight, *bias = _parts(layer)
+            if weight.grad is not None:
+                value = self._value(layer)
+                anchor, basis = self._to(self._anchor, name, value), self._basis(name, value)
+                moved = pulled(value, anchor, basis, 2 * self.strength * rates[weight])
+                Layout.of(layer.modules[0]).write_(moved, weight, *bias)
+
+    def _to(self, memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+        memory[name] = memory[name].to(like.device)
+        return memory[name]
+
+    def _basis(self, name: str, like: Tensor) -> Basis:
+        """The eigenbasis of a layer's factors; computed anew if these were replaced."""
+        inputs = self._to(self._inputs, name, like)
+        source, basis = self._bases.get(name, (None, None))
+        if source is not inputs or basis is None:
+            basis = basis_of(inputs, self._to(self._outputs, name, like))
+            self._bases[name] = inputs, basis
+        return basis
+
+    # ---- the end of a task ----
+
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+        inputs, outputs, samples, positions = self._sums(batches, output_nodes(active))
+        for name in self._layers:
+            check_finite(name, outputs[name])
+        for name, layer in self._layers.items():
+            self._inputs[name] = self._inputs[name] + (inputs[name] / samples).to(self._inputs[name])
+            newest = (outputs[name] / positions[name].clamp(min=1)).to(self._outputs[name])
+            self._outputs[name] = torch.lerp(self._outputs[name], newest, 1 / (self.tasks + 1))
+            self._anchor[name] = self._value(layer)
+            self._basis(name, self._anchor[name])
+        self.tasks += 1
+
+    def _sums(
+        self, batches: Iterable[Any], active: list[int] | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """The sums of a a^T and of g g^T by layer, the number of samples, and the number of positions by layer."""
+        modules = {f"{name} {i}": m for name, layer in self._layers.items() for i, m in enumerate(layer.modules)}
+        inputs = {name: torch.zeros_like(factor, dtype=torch.float64) for name, factor in self._inputs.items()}
+        outputs = {name: torch.zeros_like(factor, dtype=torch.float64) for name, factor in self._outputs.items()}
+        samples = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
+        positions = {name: torch.zeros_like(samples) for name in self._layers}
+
+        def likelihood(answer: Tensor, batch: Batch) -> Tensor:
+            return _log_likelihood(select(answer, active), batch.labels)
+
+        measured = samples_of(batches, self.samples, device_of(self.model))
+        for batch, signals in module_signals(self.model, modules, measured, likelihood):
+            samples += batch.size
+            for key, x, gradient in signals:
+                name, _, number = key.rpartition(" ")
+                module, bias = self._layers[name].modules[int(number)], len(_parts(self._layers[name])) > 1
+                rows = output_rows(module, gradient.to(precise(gradient.dtype)))
+                inputs[name] += second_moment(group_rows(module, x.to(rows.dtype)), bias=bias)
+                outputs[name] += second_moment(rows, bias=False)
+                positions[name] += rows.shape[1]
+        self._sum_over_processes([*inputs.values(), *outputs.values(), samples, *positions.values()])
+        if not samples:
+            raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
+        return inputs, outputs, samples, positions
+
+
+def _parts(layer: Layer) -> list[nn.Parameter]:
+    """The trained weight and bias of a layer; empty if its weight is not trained."""
+    module = layer.modules[0]
+    mine = {parameter for parameter, _ in layer.parameters}
+    weight, bias = module.weight, module.bias
+    return [p for p in (weight, bias) if isinstance(p, nn.Parameter) and p in mine] if weight in mine else []
+
+
+def _log_likelihood(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    """The sum over samples of the log probability of their labels."""
+    if labels is None:
+        raise ValueError("KFAC needs (inputs, labels) batches: labels count within the task")
+    if outputs.dim() != 2 or labels.shape != (len(outputs),) or labels.is_floating_point():
+        raise ValueError(
+            f"KFAC needs outputs [samples, classes] and one class number per sample, got {tuple(outputs.shape)} and "
+            f"{labels.dtype} {tuple(labels.shape)}"
+        )
+    lowest, highest = labels.aminmax()
+    if lowest < 0 or highest >= outputs.shape[1]:
+        raise ValueError(
+            f"labels must count within the task, from 0 to {outputs.shape[1] - 1} for its {outputs.shape[1]} outputs; "
+            f"got {int(lowest)} to {int(highest)}"
+        )
+    return outputs.log_softmax(1).gather(1, labels.long().unsqueeze(1)).sum()
