@@ -1,6 +1,7 @@
 """Training throughput of each method beside a bare loop and the hardware's limit, with the paper's network and batches.
 
     python benchmarks/throughput.py
+    python benchmarks/throughput.py --methods npc,dpc,dpc:rank=128      # with settings behind a colon
 
 The bare loop is written by hand and optimized like the runs: resident images, batches from the same kernels, bf16, the
 same fused and compiled model, plain SGD, the whole step as one CUDA graph. The methods are measured in their second
@@ -30,6 +31,7 @@ from holdfast.runs.training import _Training
 from holdfast.streams.batches import DeviceImages, Shuffled, make_batch
 from holdfast.streams.sources import from_arrays
 from holdfast.streams.tasks import Frame, Stream, split
+from holdfast.study.studyfile import setting
 from holdfast.taps import Taps
 from machine import hardware, synchronize
 
@@ -89,11 +91,13 @@ def bare(stream: Stream, options: argparse.Namespace) -> Step:
     return next_step
 
 
-def method(name: str, stream: Stream, options: argparse.Namespace) -> Step:
+def method(given: str, stream: Stream, options: argparse.Namespace) -> Step:
     """The steps of a run in its second task."""
+    name, *settings = given.split(":")
     epochs = 6 * options.batch / len(stream.tasks[0].train)
     plan = Plan(
         name,
+        dict(map(setting, settings)),
         batch=options.batch,
         width=options.width,
         epochs=epochs,
@@ -194,12 +198,12 @@ def main() -> None:
     )
     print(f"one step: {work}")
     print(f"floor: {1e3 * floor:.3f} ms per step, {options.batch / floor:,.0f} images per second")
-    print(f"{'':10} {'images/s':>10} {'ms/step':>10} {'of bare loop':>13} {'of floor':>9}")
+    print(f"{'':14} {'images/s':>10} {'ms/step':>10} {'of bare loop':>13} {'of floor':>9}")
     for name, rounds in speeds.items():
         ratio = statistics.median(a / b for a, b in zip(rounds, speeds["bare loop"], strict=True))
         speed = statistics.median(rounds)
         share = speed * floor / options.batch
-        print(f"{name:10} {speed:10,.0f} {1e3 * options.batch / speed:10.3f} {ratio:13.3f} {share:9.2f}")
+        print(f"{name:14} {speed:10,.0f} {1e3 * options.batch / speed:10.3f} {ratio:13.3f} {share:9.2f}")
 
 
 if __name__ == "__main__":

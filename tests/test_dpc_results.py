@@ -102,3 +102,15 @@ def test_the_capacity() -> None:
     larger = [100 * record[layer] for record in first["dpc"] for layer in ("conv2", "conv3", "hidden")]
     assert f"one task takes {min(larger):.0f}% to {max(larger):.0f}%" in PROSE
     assert all(0.38 < value < 0.6 for record in first["lwf+dpc"] for value in record.values())
+
+
+def test_the_table_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text().split("## Better, if tasks have ends")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    names, numbers = ([cell.strip() for cell in lines[i].strip("|").split("|")] for i in (0, 2))
+    known = {"fine-tuning": "finetune", "DPC, rank=128": "dpc rank=128", "LwF around DPC": "lwf+dpc"}
+    known |= {"NPC": "npc", "LwF": "lwf", "all data at once": "joint"}
+    for name, number in zip(names, numbers, strict=True):
+        assert all_rows()[known[name]].metric("final").percent() == number
+    record = all_rows()["dpc rank=128"].records[0]
+    assert f"needs {share(record):.2f} numbers per parameter" in " ".join(text.split())

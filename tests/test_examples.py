@@ -26,6 +26,17 @@ def test_the_readmes_training_loop_runs() -> None:
     assert names["optimizer"].importance["conv"].sum() > 0
 
 
+@pytest.mark.parametrize(("page", "number"), [("README.md", 1), ("docs/dpc.md", 0)])
+def test_the_loop_of_dpc(page: str, number: int) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
+    tasks: list[Any] = [[(torch.randn(4, 2, 8, 8), torch.randint(3, (4,)))] for _ in range(2)]
+    if "active" in code:
+        tasks = [(batches, [0, 1, 2]) for batches in tasks]
+    names = {"torch": torch, "holdfast": holdfast, "F": nn.functional, "criterion": nn.CrossEntropyLoss()}
+    exec(code, names := names | {"model": Block(), "tasks": tasks})
+    assert names["optimizer"].capacity["conv"] > 0
+
+
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "digits.py"))
     monkeypatch.setattr("sys.argv", ["digits.py", "--epochs", "10"])
@@ -35,14 +46,14 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_the_readmes_loop_for_all_methods() -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
     model = mlp()
     tasks = [([(torch.randn(8, 4), torch.randint(2, (8,)))], active) for active in ([0, 1], [1, 2])]
     names = {"model": model, "tasks": tasks, "criterion": nn.CrossEntropyLoss(), "holdfast": holdfast}
     exec(code, names | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", 2), ("docs/training.md", 0)])
+@pytest.mark.parametrize(("page", "number"), [("README.md", 3), ("docs/training.md", 0)])
 def test_the_run_of_the_documentation(page: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
     names: dict[str, Any] = {}

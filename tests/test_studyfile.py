@@ -252,7 +252,7 @@ def test_methods_that_cannot_be_combined() -> None:
         ("seed = 3", "unknown field seed: use seeds, as in .*"),
         ("epohcs = 3", "unknown field 'epohcs'; available: stream, tasks, .*: did you mean epochs.*"),
         ('"a\\nb" = 3', r"unknown field 'a\\nb'; available: stream, .*"),
-        ("strength = 3", "strength is a setting of ewc, mas, si, ssl: write settings.strength = ..."),
+        ("strength = 3", "strength is a setting of ewc, kfac, mas, si, ssl: write settings.strength = ..."),
         (f"epochs{1500 * '.x'} = 1", ".*recursion.*"),
     ],
 )

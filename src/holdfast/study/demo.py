@@ -16,7 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cpc": {"beta": 0.2, "rate": 1e-3},
     OFF: {"beta": FULLY_PLASTIC, "rate": 1e-3},
     "ewc": {"strength": 1e7},
-    "kfac": {"strength": 1e7},
+    "kfac": {"strength": 1e8},
     "mas": {"strength": 1.0},
     "si": {"strength": 20.0},
     "ssl": {"strength": 2.0},
