@@ -146,6 +146,33 @@ def test_lwf_around_npc_is_npc_on_the_sum_of_the_losses() -> None:
     torch.testing.assert_close(method.importance["0"], alone.importance["0"])
 
 
+@pytest.mark.parametrize("form", ["proximal", "loss"])
+@pytest.mark.parametrize("inner", ["npc", "cpc", "dpc"])
+def test_si_around_plasticity_measures_the_gradient_of_the_loss(inner: str, form: str) -> None:
+    """Not the gradient that the inner method has scaled: omega and Omega in a plain loop."""
+    model, twin = network().double(), network().double()
+    settings = {f"{inner}.rate": 0.5, f"{inner}.beta": 0.5, "si.strength": 0.3, "si.xi": 0.01, "si.form": form}
+    method = made(f"si+{inner}", model, **settings)
+    big = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}
+    for seed in (1, 2):
+        batches = [(x.double(), y) for x, y in task(seed)]
+        small, start = {name: torch.zeros_like(p) for name, p in big.items()}, parameters_of(model)
+        for x, y in batches:
+            twin.load_state_dict(before := parameters_of(model))
+            gradients = torch.autograd.grad(cross_entropy(twin(x), y), list(twin.parameters()))
+            learn(model, method, [(x, y)])
+            for (name, after), gradient in zip(parameters_of(model).items(), gradients, strict=True):
+                small[name] -= gradient * (after - before[name])
+        assert any((shares < 1).any() for shares in method.plasticity.values())
+        for name, value in memory_in(method.state_dict())["path"].items():
+            torch.testing.assert_close(value, small[name], rtol=1e-8, atol=1e-12)
+        for name, end in parameters_of(model).items():
+            big[name] = torch.relu(big[name] + small[name] / ((end - start[name]) ** 2 + 0.01))
+        method.consolidate(batches)
+        for name, value in method.importance.items():
+            torch.testing.assert_close(value, big[name], rtol=1e-8, atol=1e-12)
+
+
 def test_penalties_add_up() -> None:
     model, batches = network(), task(1)
     settings = {"ewc.form": "loss", "ewc.strength": 3.0, "mas.form": "loss", "mas.strength": 0.5, "lwf.weight": 0.2}

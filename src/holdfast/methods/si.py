@@ -54,6 +54,8 @@ class SI(Anchored):
 
     Source: Zenke, Poole, Ganguli, "Continual Learning Through Synaptic Intelligence", ICML 2017.
 
+    In a stack, g includes the gradients of the penalties of the other parts, such as those of LwF and SSL.
+
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters.
@@ -113,7 +115,9 @@ class SI(Anchored):
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 importance, anchor = memory
-                gradient = p.grad.to_dense().to(anchor.dtype, copy=bool(group.get("nesterov")))  # Nesterov adds to it
+                # An inner method may scale the gradient in place, and Nesterov adds to it.
+                changing = self._inner is not None or bool(group.get("nesterov"))
+                gradient = p.grad.to_dense().to(anchor.dtype, copy=changing)
                 gradient = -gradient if group.get("maximize") else gradient
                 if self.form == "loss":
                     gradient = gradient - 2 * self.strength * importance * (p - anchor)
