@@ -79,9 +79,16 @@ def test_settings_are_named_by_part() -> None:
         ("npc+cpc", {}, "NPC and CPC cannot be combined: both control plasticity"),
         ("lwf+cpc+npc", {}, "CPC and NPC cannot be combined: both control plasticity"),
         ("ssl+mas", {}, "SSL and MAS cannot be combined: both control the pull of MAS"),
+        ("npc+si", {}, "NPC cannot wrap SI: SI measures the step, which NPC alters afterwards; use si\\+npc"),
+        ("cpc+lwf+si", {}, "CPC cannot wrap SI: SI measures the step, which CPC alters afterwards; use si\\+cpc"),
+        ("lwf+dpc+si", {}, "DPC cannot wrap SI: SI measures the step, which DPC alters afterwards; use si\\+dpc"),
+        ("ewc+si", {"ewc.form": "loss"}, "EWC cannot wrap SI"),
+        ("mas+si", {}, "MAS cannot wrap SI"),
+        ("ssl+si", {}, "SSL cannot wrap SI"),
         ("finetune+npc", {}, "FineTune and NPC cannot be combined: FineTune works alone"),
         ("ewc+finetune", {}, "EWC and FineTune cannot be combined: FineTune works alone"),
-        ("lwf+npc", {"beta": 0.5}, "lwf\\+npc has no setting 'beta'; name the part too, as in lwf.weight"),
+        ("lwf+npc", {"beta": 0.5}, "lwf\\+npc has no setting 'beta'; name the part too, as in npc.beta"),
+        ("lwf+npc", {"bta": 0.5}, "lwf\\+npc has no setting 'bta'; name the part too, as in lwf.weight"),
         ("lwf+npc", {"ewc.strength": 0.5}, "lwf\\+npc has no setting 'ewc.strength'"),
         ("lwf+npc", {"npc.bta": 0.5}, "npc has no setting 'bta'; it has beta, rate, gain: did you mean beta\\?"),
         ("lwf+npc", {"npc.rate": 2}, "rate must be above 0 and at most 1, got 2"),
@@ -100,7 +107,7 @@ def test_every_pair_of_registered_methods_is_built_or_refused_alike() -> None:
             check(f"{outer}+{inner}", {})
         except ValueError:
             model = network()
-            with pytest.raises(ValueError, match="cannot be combined"):
+            with pytest.raises(ValueError, match=r"cannot (be combined|wrap)"):
                 METHODS[outer](model, METHODS[inner](model, SGD(model.parameters(), lr=0.1)))
         else:
             made(f"{outer}+{inner}", network()).close()
@@ -114,6 +121,30 @@ def test_methods_of_different_models_and_closed_ones_are_refused() -> None:
     inner.close()
     with pytest.raises(ValueError, match="the inner NPC is closed"):
         holdfast.LwF(other, inner)
+
+
+def test_a_method_has_one_outer_method() -> None:
+    model = network()
+    inner = holdfast.NPC(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="weight must be at least 0") as refused:
+        holdfast.LwF(model, inner, weight=-1.0)
+    outer = holdfast.LwF(model, inner)  # the refused one does not count, though its traceback keeps it
+    assert refused.tb is not None
+    with pytest.raises(ValueError, match="the inner NPC is already wrapped by LwF: build a new one, or use that stack"):
+        holdfast.EWC(model, inner)
+    learn(model, outer, task(1))
+    del outer
+    learn(model, holdfast.EWC(model, inner), task(1))
+
+
+def test_parts_with_the_same_name_are_refused() -> None:
+    class lwf(Method):  # noqa: N801
+        pass
+
+    model = network()
+    inner = lwf(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="LwF and lwf cannot be combined: both would be the part 'lwf'; rename one"):
+        holdfast.LwF(model, inner)
 
 
 # ---- what a stack computes ----

@@ -72,6 +72,7 @@ class Anchored(Method):
 
     remembers: ClassVar = {"tasks": PLAIN, "_importance": BY_PARAMETER, "_anchor": BY_PARAMETER}
     searched: ClassVar = "strength"
+    alters_step: ClassVar = True
 
     strength: float
     form: Form

@@ -70,6 +70,10 @@ class Method(Optimizer):
     """The quantity that the method controls, if two methods cannot both control it."""
     alone: ClassVar[bool] = False
     """Whether the method cannot be combined with others."""
+    alters_step: ClassVar[bool] = False
+    """Whether the method changes parameters besides, or other than, by the step of the wrapped optimizer."""
+    measures_step: ClassVar[bool] = False
+    """Whether the method measures the change of parameters in its step, which no outer method may alter afterwards."""
 
     wrapped: Optimizer
     model: nn.Module
@@ -87,6 +91,7 @@ class Method(Optimizer):
             raise TypeError("torch.nn.DataParallel is not supported: use DistributedDataParallel")
         self.wrapped = optimizer
         self.model = bare(model)
+        self._outer: weakref.ref[Method] | None = None
         self._check_wrapped()
         # Weak: a wrapper keeps its process group.
         self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
@@ -109,20 +114,39 @@ class Method(Optimizer):
             raise ValueError(f"the inner {type(inner).__name__} belongs to another model: build both for the same one")
         if inner._closed:
             raise ValueError(f"the inner {type(inner).__name__} is closed: build a new one")
+        outer = None if inner._outer is None else inner._outer()
+        if outer is not None and outer._complete:
+            raise ValueError(
+                f"the inner {type(inner).__name__} is already wrapped by {type(outer).__name__}: build a new one, or "
+                "use that stack"
+            )
+        inner._outer = weakref.ref(self)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all settings are set: a traceback may keep a method whose constructor refused one of them."""
+        return all(hasattr(self, name) for name in settings_of(type(self)))
 
     @classmethod
     def check_combination(cls, inner: Sequence["type[Method]"]) -> None:
         """Raise a ValueError if this method cannot wrap the `inner` ones."""
         for kind in inner:
-            reason = None
+            ours, theirs, reason = cls.__name__, kind.__name__, None
             if kind is cls:
                 reason = "one of them is enough"
             elif cls.alone or kind.alone:
-                reason = f"{(cls if cls.alone else kind).__name__} works alone"
+                reason = f"{ours if cls.alone else theirs} works alone"
             elif cls.role and cls.role == kind.role:
                 reason = f"both control {cls.role}"
+            elif ours.lower() == theirs.lower():
+                reason = f"both would be the part {ours.lower()!r}; rename one of the classes"
             if reason is not None:
-                raise ValueError(f"{cls.__name__} and {kind.__name__} cannot be combined: {reason}")
+                raise ValueError(f"{ours} and {theirs} cannot be combined: {reason}")
+            if cls.alters_step and kind.measures_step:
+                raise ValueError(
+                    f"{ours} cannot wrap {theirs}: {theirs} measures the step, which {ours} alters afterwards; use "
+                    f"{theirs.lower()}+{ours.lower()}"
+                )
 
     def _set(self, **settings: Any) -> None:
         """Check settings against the declarations in the constructor, and keep them as attributes."""

@@ -72,6 +72,7 @@ class SI(Anchored):
     """
 
     remembers: ClassVar = {**Anchored.remembers, "_path": BY_PARAMETER}
+    measures_step: ClassVar = True
 
     xi: float
 
