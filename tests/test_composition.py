@@ -391,8 +391,10 @@ def test_a_nested_state_of_another_stack_changes_nothing() -> None:
     with pytest.raises(ValueError, match="made by CPC, not by NPC"):
         method.load_state_dict(foreign.state_dict())
     alone = holdfast.LwF(other, SGD(other.parameters(), lr=0.7))
-    with pytest.raises(ValueError, match="not made by a holdfast method"):
+    with pytest.raises(ValueError, match="made by LwF alone, not by LwF around NPC"):
         method.load_state_dict(alone.state_dict())
+    with pytest.raises(ValueError, match="made by LwF around another method, not by LwF alone"):
+        alone.load_state_dict(foreign.state_dict())
     assert_same_bits(memory_of(method), held)
     assert [group["lr"] for group in method.param_groups] == [group["lr"] for group in groups]
 

@@ -116,6 +116,6 @@ class LwF(Method):
     @_teacher.setter
     def _teacher(self, state: Mapping[str, Tensor] | None) -> None:
         self._old = None
-        if state is not None:
+        if state:
             self._old = self._copy()
             self._old.load_state_dict(state, strict=False)  # the model may have grown
