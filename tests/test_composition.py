@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
-from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of
+from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of, tensors_in
 from holdfast.methods import METHODS, Method, parts_of
 from holdfast.methods.building import build, check, defaults_of, joined_settings, searched_setting, split_settings
 
@@ -258,6 +258,26 @@ def test_all_parts_consolidate_the_same_task() -> None:
     assert_same_bits(method.parts["ewc"].anchor, held)
     assert_same_bits(method.parts["mas"].anchor, held)
     assert_same_bits(parameters_of(method.parts["lwf"]._old), held)
+
+
+@pytest.mark.parametrize("name", ["lwf+ewc", "ewc+mas", "mas+ewc", "lwf+si", "ssl+dpc", "lwf+ewc+dpc", "dpc+ewc"])
+def test_all_parts_consolidate_a_task_or_none(name: str) -> None:
+    """Parameters that have diverged leave every part as it was, and the next task goes on from there."""
+    model, batches = network(), task(1)
+    method = made(name, model, **({"ssl.form": "loss"} if name.startswith("ssl") else {}))
+    for finished in (0, 1):
+        learn(model, method, batches)
+        state, before = model.state_dict(), method.state_dict()
+        kept = {key: value.clone() for key, value in state.items()}
+        with torch.no_grad():
+            model[2].weight.fill_(torch.nan)
+        with pytest.raises((FloatingPointError, RuntimeError)):
+            method.consolidate(batches, active=[0, 1, 2])
+        model.load_state_dict(kept)
+        assert_same_bits(memory_of(method), tensors_in(memory_in(before)))
+        assert repr(method.state_dict()) == repr(before)
+        assert all(part.tasks == finished for part in method.parts.values() if hasattr(part, "tasks"))
+        method.consolidate(batches, active=[0, 1, 2])
 
 
 def test_an_iterator_serves_one_reader_only() -> None:

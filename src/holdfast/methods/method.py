@@ -24,6 +24,9 @@ KEY = "holdfast"
 LIVE = "the memory is in the state_dict() of the method"
 """The same entry of the live parameter group. Without it, torch would drop the memory from a flattened state_dict."""
 
+Commit = Callable[[], None]
+"""Remembers what was measured on a finished task. It does not fail."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -308,11 +311,17 @@ class Method(Optimizer):
             names = " and ".join(type(part).__name__ for part in readers)
             raise TypeError(f"{names} each read all batches: give a list or a DataLoader, not an iterator")
         active = None if active is None else list(active)
-        for part in self.parts.values():
-            part._consolidate(batches, active)
+        commits = [part._consolidate(batches, active) for part in self.parts.values()]
+        for commit in commits:
+            if commit is not None:
+                commit()
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
-        pass
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit | None:
+        """Measure the finished task, and return a function that remembers what was measured.
+
+        The functions are called after all parts of a stack have measured: if one fails, none remembers the task.
+        """
+        return None
 
     def _sum_over_processes(self, tensors: Iterable[Tensor]) -> bool:
         """Sum tensors in place over the processes that train this model. Return whether there are several."""

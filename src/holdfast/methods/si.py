@@ -1,6 +1,7 @@
 """Synaptic Intelligence (Zenke et al., 2017)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from holdfast.importance import precise
 from holdfast.methods.anchor import Anchored, Form, check_finite
 from holdfast.methods.memory import BY_PARAMETER
+from holdfast.methods.method import Commit
 from holdfast.methods.settings import NonNegative, Positive
 
 
@@ -126,7 +128,7 @@ class SI(Anchored):
         return gradients
 
     @torch.no_grad()
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         if not self._path:
             raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}
@@ -135,7 +137,9 @@ class SI(Anchored):
                 value = parameter.to(precise(parameter.dtype), copy=True)
                 newest[name] = path_importance(memory[0], self._path[name], value - memory[1], self.xi), value
                 check_finite(name, newest[name][0])
-        for name, (importance, value) in newest.items():
-            self._importance[name], self._anchor[name] = importance, value
+        return partial(self._remember, newest)
+
+    def _remember(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super()._remember(found)
+        for name, (_, value) in found.items():
             self._path[name] = torch.zeros_like(value)
-        self.tasks += 1

@@ -162,8 +162,8 @@ class SSL(MAS):
 
     # ---- the end of a task ----
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
-        super()._consolidate(batches, active)
+    def _remember(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super()._remember(found)
         for name, newest in self._newest.items():
             self._neurons[name] = self._neurons[name].to(newest) + newest if name in self._neurons else newest
 
