@@ -77,9 +77,14 @@ class Method(Optimizer):
     alone: ClassVar[bool] = False
     """Whether the method cannot be combined with others."""
     alters_step: ClassVar[bool] = False
-    """Whether the method changes parameters besides, or other than, by the step of the wrapped optimizer."""
+    """Whether the method changes the step of the wrapped optimizer, by scaling it or by a pull after it."""
     measures_step: ClassVar[bool] = False
     """Whether the method measures the change of parameters in its step, which no outer method may alter afterwards."""
+
+    wrapped: Optimizer
+    model: nn.Module
+    compile: bool = False
+    """Whether to compile its own part of a step on a GPU, where launching many small operations is slow."""
 
     def __init_subclass__(cls) -> None:
         """Refuse a class whose state would have two entries of one name."""
@@ -91,11 +96,6 @@ class Method(Optimizer):
                 f"{cls.__name__} has two entries {twice[0]!r} in its state_dict: settings and remembered attributes "
                 f"need different names, other than {', '.join(memory.RESERVED)}"
             )
-
-    wrapped: Optimizer
-    model: nn.Module
-    compile: bool = False
-    """Whether to compile its own part of a step on a GPU, where launching many small operations is slow."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(model, nn.Module):
