@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
-from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of
+from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of, tensors_in
 from holdfast.methods import METHODS, Method, parts_of
 from holdfast.methods.building import build, check, defaults_of, joined_settings, searched_setting, split_settings
 
@@ -79,9 +79,16 @@ def test_settings_are_named_by_part() -> None:
         ("npc+cpc", {}, "NPC and CPC cannot be combined: both control plasticity"),
         ("lwf+cpc+npc", {}, "CPC and NPC cannot be combined: both control plasticity"),
         ("ssl+mas", {}, "SSL and MAS cannot be combined: SSL already includes MAS"),
+        ("npc+si", {}, "NPC cannot wrap SI: SI measures the step, which NPC alters afterwards; use si\\+npc"),
+        ("cpc+lwf+si", {}, "CPC cannot wrap SI: SI measures the step, which CPC alters afterwards; use si\\+cpc"),
+        ("lwf+dpc+si", {}, "DPC cannot wrap SI: SI measures the step, which DPC alters afterwards; use si\\+dpc"),
+        ("ewc+si", {"ewc.form": "loss"}, "EWC cannot wrap SI"),
+        ("mas+si", {}, "MAS cannot wrap SI"),
+        ("ssl+si", {}, "SSL cannot wrap SI"),
         ("finetune+npc", {}, "FineTune and NPC cannot be combined: FineTune works alone"),
         ("ewc+finetune", {}, "EWC and FineTune cannot be combined: FineTune works alone"),
-        ("lwf+npc", {"beta": 0.5}, "lwf\\+npc has no setting 'beta'; name the part too, as in lwf.weight"),
+        ("lwf+npc", {"beta": 0.5}, "lwf\\+npc has no setting 'beta'; name the part too, as in npc.beta"),
+        ("lwf+npc", {"bta": 0.5}, "lwf\\+npc has no setting 'bta'; name the part too, as in lwf.weight"),
         ("lwf+npc", {"ewc.strength": 0.5}, "lwf\\+npc has no setting 'ewc.strength'"),
         ("lwf+npc", {"npc.bta": 0.5}, "npc has no setting 'bta'; it has beta, rate, gain: did you mean beta\\?"),
         ("lwf+npc", {"npc.rate": 2}, "rate must be above 0 and at most 1, got 2"),
@@ -100,7 +107,7 @@ def test_every_pair_of_registered_methods_is_built_or_refused_alike() -> None:
             check(f"{outer}+{inner}", {})
         except ValueError:
             model = network()
-            with pytest.raises(ValueError, match="cannot be combined"):
+            with pytest.raises(ValueError, match=r"cannot (be combined|wrap)"):
                 METHODS[outer](model, METHODS[inner](model, SGD(model.parameters(), lr=0.1)))
         else:
             made(f"{outer}+{inner}", network()).close()
@@ -114,6 +121,30 @@ def test_methods_of_different_models_and_closed_ones_are_refused() -> None:
     inner.close()
     with pytest.raises(ValueError, match="the inner NPC is closed"):
         holdfast.LwF(other, inner)
+
+
+def test_a_method_has_one_outer_method() -> None:
+    model = network()
+    inner = holdfast.NPC(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="weight must be at least 0") as refused:
+        holdfast.LwF(model, inner, weight=-1.0)
+    outer = holdfast.LwF(model, inner)  # the refused one does not count, though its traceback keeps it
+    assert refused.tb is not None
+    with pytest.raises(ValueError, match="the inner NPC is already wrapped by LwF: build a new one, or use that stack"):
+        holdfast.EWC(model, inner)
+    learn(model, outer, task(1))
+    del outer
+    learn(model, holdfast.EWC(model, inner), task(1))
+
+
+def test_parts_with_the_same_name_are_refused() -> None:
+    class lwf(Method):  # noqa: N801
+        pass
+
+    model = network()
+    inner = lwf(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="LwF and lwf cannot be combined: both would be the part 'lwf'; rename one"):
+        holdfast.LwF(model, inner)
 
 
 # ---- what a stack computes ----
@@ -144,6 +175,33 @@ def test_lwf_around_npc_is_npc_on_the_sum_of_the_losses() -> None:
     for name, value in parameters_of(model).items():
         torch.testing.assert_close(value, parameters_of(twin)[name])
     torch.testing.assert_close(method.importance["0"], alone.importance["0"])
+
+
+@pytest.mark.parametrize("form", ["proximal", "loss"])
+@pytest.mark.parametrize("inner", ["npc", "cpc", "dpc"])
+def test_si_around_plasticity_measures_the_gradient_of_the_loss(inner: str, form: str) -> None:
+    """Not the gradient that the inner method has scaled: omega and Omega in a plain loop."""
+    model, twin = network().double(), network().double()
+    settings = {f"{inner}.rate": 0.5, f"{inner}.beta": 0.5, "si.strength": 0.3, "si.xi": 0.01, "si.form": form}
+    method = made(f"si+{inner}", model, **settings)
+    big = {name: torch.zeros_like(p) for name, p in parameters_of(model).items()}
+    for seed in (1, 2):
+        batches = [(x.double(), y) for x, y in task(seed)]
+        small, start = {name: torch.zeros_like(p) for name, p in big.items()}, parameters_of(model)
+        for x, y in batches:
+            twin.load_state_dict(before := parameters_of(model))
+            gradients = torch.autograd.grad(cross_entropy(twin(x), y), list(twin.parameters()))
+            learn(model, method, [(x, y)])
+            for (name, after), gradient in zip(parameters_of(model).items(), gradients, strict=True):
+                small[name] -= gradient * (after - before[name])
+        assert any((shares < 1).any() for shares in method.plasticity.values())
+        for name, value in memory_in(method.state_dict())["path"].items():
+            torch.testing.assert_close(value, small[name], rtol=1e-8, atol=1e-12)
+        for name, end in parameters_of(model).items():
+            big[name] = torch.relu(big[name] + small[name] / ((end - start[name]) ** 2 + 0.01))
+        method.consolidate(batches)
+        for name, value in method.importance.items():
+            torch.testing.assert_close(value, big[name], rtol=1e-8, atol=1e-12)
 
 
 def test_penalties_add_up() -> None:
@@ -200,6 +258,26 @@ def test_all_parts_consolidate_the_same_task() -> None:
     assert_same_bits(method.parts["ewc"].anchor, held)
     assert_same_bits(method.parts["mas"].anchor, held)
     assert_same_bits(parameters_of(method.parts["lwf"]._old), held)
+
+
+@pytest.mark.parametrize("name", ["lwf+ewc", "ewc+mas", "mas+ewc", "lwf+si", "ssl+dpc", "lwf+ewc+dpc", "dpc+ewc"])
+def test_all_parts_consolidate_a_task_or_none(name: str) -> None:
+    """Parameters that have diverged leave every part as it was, and the next task goes on from there."""
+    model, batches = network(), task(1)
+    method = made(name, model, **({"ssl.form": "loss"} if name.startswith("ssl") else {}))
+    for finished in (0, 1):
+        learn(model, method, batches)
+        state, before = model.state_dict(), method.state_dict()
+        kept = {key: value.clone() for key, value in state.items()}
+        with torch.no_grad():
+            model[2].weight.fill_(torch.nan)
+        with pytest.raises((FloatingPointError, RuntimeError)):
+            method.consolidate(batches, active=[0, 1, 2])
+        model.load_state_dict(kept)
+        assert_same_bits(memory_of(method), tensors_in(memory_in(before)))
+        assert repr(method.state_dict()) == repr(before)
+        assert all(part.tasks == finished for part in method.parts.values() if hasattr(part, "tasks"))
+        method.consolidate(batches, active=[0, 1, 2])
 
 
 def test_an_iterator_serves_one_reader_only() -> None:
@@ -333,8 +411,10 @@ def test_a_nested_state_of_another_stack_changes_nothing() -> None:
     with pytest.raises(ValueError, match="made by CPC, not by NPC"):
         method.load_state_dict(foreign.state_dict())
     alone = holdfast.LwF(other, SGD(other.parameters(), lr=0.7))
-    with pytest.raises(ValueError, match="not made by a holdfast method"):
+    with pytest.raises(ValueError, match="made by LwF alone, not by LwF around NPC"):
         method.load_state_dict(alone.state_dict())
+    with pytest.raises(ValueError, match="made by LwF around another method, not by LwF alone"):
+        alone.load_state_dict(foreign.state_dict())
     assert_same_bits(memory_of(method), held)
     assert [group["lr"] for group in method.param_groups] == [group["lr"] for group in groups]
 

@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import holdfast
-from helpers import memory_of, train
-from holdfast.methods import METHODS
+from helpers import assert_same_bits, memory_of, train
+from holdfast.methods import METHODS, Method
+from holdfast.methods.building import build as build_method
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without torch.distributed")
 
@@ -104,6 +110,44 @@ def test_every_method_on_two_processes() -> None:
             assert result[name].keys() == expected[name].keys()
             for key, value in expected[name].items():
                 torch.testing.assert_close(result[name][key], value, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+
+
+def broadcasting_worker(rank: int, folder: str) -> None:
+    """The state of a trained method on the first process, given to new methods on both."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found = {}
+    for name in (*METHODS, "lwf+npc", "lwf+si+cpc"):
+        batches = [(x, torch.arange(BATCH) % 3) for x in data()]
+
+        def made(name: str = name) -> tuple[nn.Module, Method]:
+            model = DistributedDataParallel(build())
+            return model, build_method(name, model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+        model, method = made()
+        train(model, method, [x for x, _ in batches])
+        method.consolidate(batches, active=[0, 1, 2])
+        train(model, method, [x for x, _ in batches])
+        method.zero_grad()
+        state = get_optimizer_state_dict(model, method, options=StateDictOptions(full_state_dict=True))
+        again, loaded = made()
+        if loaded.needs.old_data:
+            loaded.consolidate(batches, active=[0, 1, 2])
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(again, loaded, state if rank == 0 else {}, options=options)
+        assert loaded.memory() == method.memory(), name
+        found[name] = {"saved": memory_of(method), "loaded": memory_of(loaded)}
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    leave()
+
+
+def test_the_state_of_the_first_process_is_broadcast() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(broadcasting_worker, args=(folder,), nprocs=2)
+        results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for name, saved in results[0].items():
+        for result in results:
+            assert_same_bits(result[name]["loaded"], saved["saved"])
 
 
 def lonely_worker(rank: int, folder: str) -> None:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from helpers import assert_same_bits, hooks_of, memory_in, memory_of, mlp, parameters_of, tensors_in, train
 from holdfast.methods import METHODS, Joint, Method
+from holdfast.methods.memory import PLAIN
 
 every_method = pytest.mark.parametrize("name", METHODS)
 
@@ -391,6 +392,86 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(name: str) -> None:
         with pytest.raises(ValueError, match=r"of another model: it has \(\d.*\) for '.*', this model has \(\d"):
             optimizer.load_state_dict(after_a_task(name, mlp(width=7)).state_dict())
     assert_same_bits(memory_of(optimizer), held)
+
+
+def assert_unchanged(optimizer: Method, before: dict[str, Any]) -> None:
+    after = optimizer.state_dict()
+    assert_same_bits(tensors_in(after), tensors_in(before))
+    assert repr(after) == repr(before)
+
+
+@every_method
+def test_a_damaged_state_dict_is_refused_in_one_line_and_changes_nothing(name: str) -> None:
+    """Whatever is missing or wrong: an entry, a setting, a number, a list."""
+    model = mlp()
+    optimizer = after_a_task(name, model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    before = optimizer.state_dict()
+
+    def refuse(damage: Callable[[dict[str, Any]], Any]) -> str:
+        state = copy.deepcopy(before)
+        state["param_groups"][0]["lr"] = 0.7
+        damage(state)
+        with pytest.raises(ValueError) as refused:
+            optimizer.load_state_dict(state)
+        assert_unchanged(optimizer, before)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    for key, value in memory_in(before).items():
+        message = refuse(lambda state, key=key: memory_in(state).pop(key))
+        if not isinstance(value, dict):
+            assert f"has no {key}" in message or key == "method"
+        if not isinstance(value, str) or key in ("blank", "layout", "heads", "drawn"):
+            refuse(lambda state, key=key: memory_in(state).update({key: "much"}))
+    refuse(lambda state: state.pop("state"))
+    refuse(lambda state: state["param_groups"].append(state["param_groups"][0]))  # the wrapped optimizer refuses it
+
+
+def test_a_damaged_state_of_an_inner_method_changes_no_part() -> None:
+    model = mlp()
+    optimizer = METHODS["lwf"](model, after_a_task("npc", model, SGD(model.parameters(), lr=0.1, momentum=0.9)))
+    before = optimizer.state_dict()
+    state = copy.deepcopy(before)
+    state["param_groups"][0]["lr"] = 0.7
+    memory_in(state)["weight"] = 0.3
+    memory_in(state)["wrapped"]["rate"] = 2
+    with pytest.raises(ValueError, match="of NPC has a wrong setting: rate must be above 0 and at most 1, got 2"):
+        optimizer.load_state_dict(state)
+    assert_unchanged(optimizer, before)
+
+
+@pytest.mark.parametrize("attribute", ["_weight", "weight", "method", "_wrapped", "tensors", "blank", "layout"])
+def test_two_entries_of_one_name_in_a_state_dict_are_refused(attribute: str) -> None:
+    with pytest.raises(TypeError, match=f"Clash has two entries '{attribute.lstrip('_')}' in its state_dict"):
+
+        class Clash(Method):
+            remembers: ClassVar = {attribute: PLAIN}
+
+            def __init__(self, model: nn.Module, optimizer: Optimizer, *, weight: float = 1.0) -> None:
+                super().__init__(model, optimizer)
+
+
+def test_tensors_are_not_plain() -> None:
+    class Wrong(Method):
+        remembers: ClassVar = {"_kept": PLAIN}
+        _kept: ClassVar = {"a": torch.zeros(3)}
+
+    model = mlp()
+    with pytest.raises(TypeError, match="'_kept' holds tensors: PLAIN is for numbers"):
+        Wrong(model, SGD(model.parameters(), lr=0.1)).state_dict()
+
+
+@every_method
+def test_memory_counts_no_blanks(name: str) -> None:
+    """Before the first step, a state_dict has entries for all that will be remembered."""
+    optimizer = build(name, mlp())
+    entries = memory_in(optimizer.state_dict())
+    assert optimizer.memory().keys() <= entries.keys()
+    assert len(tensors_in(entries)) >= entries["tensors"]
+    again = after_a_task(name, mlp())
+    if not isinstance(again, Joint):
+        again.load_state_dict(optimizer.state_dict())
+        assert again.memory() == optimizer.memory()
 
 
 @every_method

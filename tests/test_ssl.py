@@ -11,7 +11,7 @@ from torch.func import vmap
 from torch.optim import SGD
 
 import holdfast
-from helpers import Block, assert_same_bits, mlp
+from helpers import Block, assert_same_bits, memory_in, mlp
 from holdfast.methods.ssl import crowding, neighborhood
 
 
@@ -138,6 +138,20 @@ def test_it_pulls_as_mas_does() -> None:
         method.consolidate(batches, [0, 1])
     for name, value in ours.importance.items():
         torch.testing.assert_close(value, mas.importance[name])
+
+
+def test_neurons_of_another_width_are_refused() -> None:
+    model = mlp()
+    optimizer = ssl(model)
+    optimizer.consolidate([(torch.randn(5, 4), torch.zeros(5))])
+    state = optimizer.state_dict()
+    neurons = memory_in(state)["neurons"]
+    neurons["0"] = torch.ones(7)
+    with pytest.raises(ValueError, match=r"it has \(7,\) for '0', this model has \(6,\)"):
+        optimizer.load_state_dict(state)
+    neurons["0"], neurons["none"] = torch.ones(6), torch.ones(6)
+    with pytest.raises(ValueError, match=r"it has \(6,\) for 'none', this model has nothing"):
+        optimizer.load_state_dict(state)
 
 
 def test_batches_may_be_a_generator() -> None:

@@ -202,7 +202,7 @@ def test_settings_of_a_composed_method_are_named_by_part(written: str) -> None:
         ("lr = 0.1\nsettings.npc.beta = -1", "study.toml:5: beta must be above 0, got -1"),
         ("settings.'npc.beta' = -1", "study.toml:4: beta must be above 0, got -1"),
         ("[run.settings.npc]\nrate = 1\nbeta = -1", "study.toml:6: beta must be above 0, got -1"),
-        ("settings.beta = 1", "study.toml:4: lwf+npc has no setting 'beta'; name the part too, as in lwf.weight"),
+        ("settings.beta = 1", "study.toml:4: lwf+npc has no setting 'beta'; name the part too, as in npc.beta"),
         ("settings.npc.bta = 1", "study.toml:4: npc has no setting 'bta'; it has beta, rate, gain: did you mean beta?"),
     ],
 )

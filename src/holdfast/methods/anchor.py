@@ -8,6 +8,7 @@ so two tensors per parameter, the importance A and the anchor M, suffice for any
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from holdfast.importance import precise
 from holdfast.methods.memory import BY_PARAMETER, PLAIN
-from holdfast.methods.method import Method, Needs
+from holdfast.methods.method import Commit, Method, Needs
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.samples import Batch, device_of, output_nodes, samples_of
 
@@ -72,6 +73,7 @@ class Anchored(Method):
 
     remembers: ClassVar = {"tasks": PLAIN, "_importance": BY_PARAMETER, "_anchor": BY_PARAMETER}
     searched: ClassVar = "strength"
+    alters_step: ClassVar = True
 
     strength: float
     form: Form
@@ -106,15 +108,22 @@ class Anchored(Method):
     # ---- the end of a task ----
 
     @torch.no_grad()
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         newest = self._measure(batches, output_nodes(active))
         for name, importance in newest.items():
             check_finite(name, importance)
+        found = {}
         for parameter, name in self._names.items():
             if name in newest:
                 value = parameter.to(precise(parameter.dtype), copy=True)
                 old = self._memory_of(parameter, name) or (torch.zeros_like(value), value)
-                self._importance[name], self._anchor[name] = remember(*old, newest[name], value)
+                found[name] = remember(*old, newest[name], value)
+        return partial(self._remember, found)
+
+    def _remember(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Keep the importance and the anchor of each parameter, by name."""
+        for name, (importance, anchor) in found.items():
+            self._importance[name], self._anchor[name] = importance, anchor
         self.tasks += 1
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:

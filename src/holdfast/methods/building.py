@@ -29,13 +29,16 @@ def split_settings(method: str, settings: Mapping[str, Any]) -> dict[str, dict[s
     for name, value in settings.items():
         part, _, setting = name.partition(".")
         if part not in split or not setting:
-            raise ValueError(f"{method} has no setting {name!r}; name the part too, as in {_example(parts)}")
+            raise ValueError(f"{method} has no setting {name!r}; name the part too, as in {_example(parts, name)}")
         split[part][setting] = value
     return split
 
 
-def _example(parts: Iterable[str]) -> str:
-    return next((f"{part}.{name}" for part in parts for name in settings_of(METHODS[part])), "npc.beta")
+def _example(parts: Iterable[str], wanted: str) -> str:
+    """A setting with its part: the wanted one if a part has it."""
+    known = [(part, name) for part in parts for name in settings_of(METHODS[part])]
+    part, name = next((each for each in known if each[1] == wanted), known[0] if known else ("npc", "beta"))
+    return f"{part}.{name}"
 
 
 def joined_settings(split: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

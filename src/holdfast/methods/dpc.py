@@ -1,6 +1,7 @@
 """Plasticity by direction: frozen neurons still learn where no old input lies."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from holdfast.compiling import compiled
 from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
 from holdfast.importance import precise
 from holdfast.methods.memory import AS_BEFORE, PLAIN
-from holdfast.methods.method import Needs
+from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
 from holdfast.methods.settings import Count, Fraction, Positive
 from holdfast.neurons import Layer
@@ -230,13 +231,19 @@ class DPC(NPC):
     # ---- the end of a task ----
 
     @torch.no_grad()
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         moments = self._moments(batches)
         self._sum_over_processes(moments.values())
+        found = {}
         for _, layer, weight in self._sided():
             before = Directions(*(each.double() for each in self._directions(layer, weight.device)))
-            found = leading(dense(before) + normalized(moments[layer.name]), self.rank)
-            self._keep(layer.name, Directions(*(each.to(precise(weight.dtype)) for each in found)))
+            newest = leading(dense(before) + normalized(moments[layer.name]), self.rank)
+            found[layer.name] = Directions(*(each.to(precise(weight.dtype)) for each in newest))
+        return partial(self._remember, found)
+
+    def _remember(self, found: Mapping[str, Directions]) -> None:
+        for name, directions in found.items():
+            self._keep(name, directions)
         self.tasks += 1
 
     def _moments(self, batches: Iterable[Any]) -> dict[str, Tensor]:

@@ -42,11 +42,11 @@ class _Task:
 class _Drawn(Kind):
     """Positions in the batches of finished tasks. A state_dict does not hold the batches themselves."""
 
-    def check(self, method: Method, attribute: str, saved: Any) -> None:
+    def check(self, method: Method, attribute: str, value: Any) -> None:
         present = len(getattr(method, attribute))
-        if len(saved) != present:
+        if len(value) != present:
             raise ValueError(
-                f"this state_dict was saved after {len(saved)} finished tasks, without their data, but there are "
+                f"this state_dict was saved after {len(value)} finished tasks, without their data, but there are "
                 f"{present} here: call consolidate() with the batches of each, then load it"
             )
 
@@ -57,7 +57,7 @@ class Joint(Method):
         g = (g_current + sum over finished tasks k of g_k) / (number of tasks)
 
     `penalty` is the loss of the finished tasks on the next batch of each. Joint training needs all old data: it is an
-    upper bound for the other methods, not a rival.
+    upper bound for the other methods, not a rival. `memory` does not count these data.
 
     Args:
         model: the model in training.

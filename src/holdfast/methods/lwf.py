@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from holdfast.importance import precise
 from holdfast.methods.memory import BY_MODEL, PLAIN
-from holdfast.methods.method import Method
+from holdfast.methods.method import Commit, Method
 from holdfast.methods.settings import NonNegative, Positive
 from holdfast.samples import device_of, output_nodes, select
 from holdfast.taps import CallTap
@@ -67,9 +68,11 @@ class LwF(Method):
         self._tap = CallTap(self.model)
         weakref.finalize(self, self._tap.close).atexit = False
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
-        nodes = output_nodes(active)
-        self._old = self._copy()
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
+        return partial(self._remember, output_nodes(active), self._copy())
+
+    def _remember(self, nodes: list[int] | None, old: nn.Module) -> None:
+        self._old = old
         if nodes not in self._heads:  # tasks that share a head share its old outputs
             self._heads.append(nodes)
 
@@ -116,6 +119,6 @@ class LwF(Method):
     @_teacher.setter
     def _teacher(self, state: Mapping[str, Tensor] | None) -> None:
         self._old = None
-        if state is not None:
+        if state:
             self._old = self._copy()
             self._old.load_state_dict(state, strict=False)  # the model may have grown

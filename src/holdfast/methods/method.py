@@ -1,5 +1,6 @@
 """The contract of all methods: each is an optimizer around another optimizer."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from holdfast.samples import device_of
 
 KEY = "holdfast"
 """The entry of the first parameter group in a state_dict under which a method keeps its memory."""
+LIVE = "the memory is in the state_dict() of the method"
+"""The same entry of the live parameter group. Without it, torch would drop the memory from a flattened state_dict."""
+
+Commit = Callable[[], None]
+"""Remembers what was measured on a finished task. It does not fail."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,26 @@ class Method(Optimizer):
     """The quantity that the method controls, if two methods cannot both control it."""
     alone: ClassVar[bool] = False
     """Whether the method cannot be combined with others."""
+    alters_step: ClassVar[bool] = False
+    """Whether the method changes the step of the wrapped optimizer, by scaling it or by a pull after it."""
+    measures_step: ClassVar[bool] = False
+    """Whether the method measures the change of parameters in its step, which no outer method may alter afterwards."""
 
     wrapped: Optimizer
     model: nn.Module
     compile: bool = False
     """Whether to compile its own part of a step on a GPU, where launching many small operations is slow."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a class whose state would have two entries of one name."""
+        super().__init_subclass__()
+        settings = list(inspect.signature(cls).parameters)[2:]  # after the model and the optimizer
+        names = [*memory.RESERVED, *settings, *memory.names_of(cls).values()]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise TypeError(
+                f"{cls.__name__} has two entries {twice[0]!r} in its state_dict: settings and remembered attributes "
+                f"need different names, other than {', '.join(memory.RESERVED)}"
+            )
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(model, nn.Module):
@@ -87,7 +108,9 @@ class Method(Optimizer):
             raise TypeError("torch.nn.DataParallel is not supported: use DistributedDataParallel")
         self.wrapped = optimizer
         self.model = bare(model)
+        self._outer: weakref.ref[Method] | None = None
         self._check_wrapped()
+        self.param_groups[0][KEY] = LIVE
         # Weak: a wrapper keeps its process group.
         self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
         self._started = False
@@ -109,20 +132,39 @@ class Method(Optimizer):
             raise ValueError(f"the inner {type(inner).__name__} belongs to another model: build both for the same one")
         if inner._closed:
             raise ValueError(f"the inner {type(inner).__name__} is closed: build a new one")
+        outer = None if inner._outer is None else inner._outer()
+        if outer is not None and outer._complete:
+            raise ValueError(
+                f"the inner {type(inner).__name__} is already wrapped by {type(outer).__name__}: build a new one, or "
+                "use that stack"
+            )
+        inner._outer = weakref.ref(self)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all settings are set: a traceback may keep a method whose constructor refused one of them."""
+        return all(hasattr(self, name) for name in settings_of(type(self)))
 
     @classmethod
     def check_combination(cls, inner: Sequence["type[Method]"]) -> None:
         """Raise a ValueError if this method cannot wrap the `inner` ones."""
         for kind in inner:
-            reason = None
+            ours, theirs, reason = cls.__name__, kind.__name__, None
             if kind is cls:
                 reason = "one of them is enough"
             elif cls.alone or kind.alone:
-                reason = f"{(cls if cls.alone else kind).__name__} works alone"
+                reason = f"{ours if cls.alone else theirs} works alone"
             elif cls.role and cls.role == kind.role:
                 reason = f"both control {cls.role}"
+            elif ours.lower() == theirs.lower():
+                reason = f"both would be the part {ours.lower()!r}; rename one of the classes"
             if reason is not None:
-                raise ValueError(f"{cls.__name__} and {kind.__name__} cannot be combined: {reason}")
+                raise ValueError(f"{ours} and {theirs} cannot be combined: {reason}")
+            if cls.alters_step and kind.measures_step:
+                raise ValueError(
+                    f"{ours} cannot wrap {theirs}: {theirs} measures the step, which {ours} alters afterwards; use "
+                    f"{theirs.lower()}+{ours.lower()}"
+                )
 
     def _set(self, **settings: Any) -> None:
         """Check settings against the declarations in the constructor, and keep them as attributes."""
@@ -269,11 +311,17 @@ class Method(Optimizer):
             names = " and ".join(type(part).__name__ for part in readers)
             raise TypeError(f"{names} each read all batches: give a list or a DataLoader, not an iterator")
         active = None if active is None else list(active)
-        for part in self.parts.values():
-            part._consolidate(batches, active)
+        commits = [part._consolidate(batches, active) for part in self.parts.values()]
+        for commit in commits:
+            if commit is not None:
+                commit()
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
-        pass
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit | None:
+        """Measure the finished task, and return a function that remembers what was measured.
+
+        The functions are called after all parts of a stack have measured: if one fails, none remembers the task.
+        """
+        return None
 
     def _sum_over_processes(self, tensors: Iterable[Tensor]) -> bool:
         """Sum tensors in place over the processes that train this model. Return whether there are several."""
@@ -313,69 +361,57 @@ class Method(Optimizer):
     # ---- memory ----
 
     def memory(self) -> dict[str, int]:
-        """The size of all tensors kept between steps, in bytes, by name."""
+        """The size of the remembered tensors, in bytes, by name.
+
+        These are the tensors of a `state_dict`, without those that are blank before the first task. Working buffers
+        and data, such as the batches that joint training keeps, are not counted.
+        """
         parts, kept = self.parts, {}
         for part, method in parts.items():
-            for attribute, name in method._remembered.items():
+            for attribute, name in memory.names_of(type(method)).items():
                 if tensors := memory.tensors_in(getattr(method, attribute)):
                     kept[name if len(parts) == 1 else f"{part}.{name}"] = sum(tensor.nbytes for tensor in tensors)
         return kept
-
-    @property
-    def _remembered(self) -> dict[str, str]:
-        """The names in a state_dict of the attributes in `remembers`."""
-        return {attribute: attribute.lstrip("_") for attribute in self.remembers}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer and the memory of the method, in the first parameter group."""
         state = self.wrapped.state_dict()
         first, *others = state["param_groups"]
-        own: dict[str, Any] = {"method": type(self).__name__}
-        own |= {name: getattr(self, name) for name in settings_of(type(self))}
-        own |= {name: memory.copied(getattr(self, attribute)) for attribute, name in self._remembered.items()}
-        own["tensors"] = self._count(own)
-        if KEY in first:
+        own = memory.state_of(self)
+        if self._inner is not None:
             own["wrapped"] = first[KEY]
         return {**state, "param_groups": [{**first, KEY: own}, *others]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state. If it does not fit, an error is raised and nothing changes."""
-        saved, rest = self._split_state(state_dict)
-        self._check_memory(saved)
-        self.wrapped.load_state_dict(rest)
-        self._set(**{name: saved[name] for name in settings_of(type(self))})
-        for attribute, name in self._remembered.items():
-            setattr(self, attribute, self.remembers[attribute].restored(self, attribute, saved[name]))
+        """Restore a state. If it does not fit, a ValueError is raised and nothing changes."""
+        own, rest = self._split_state(state_dict)
+        restored = memory.restored(self, own)
+        self._check_nesting(own)
+        self.wrapped.load_state_dict(rest)  # raises before it changes anything
+        for attribute, value in restored.items():
+            setattr(self, attribute, value)
 
-    def _split_state(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _split_state(self, state_dict: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Split a state_dict into the memory of this method and the state_dict of the wrapped optimizer."""
         groups = state_dict.get("param_groups") or [{}]
-        if KEY not in groups[0]:
+        own = groups[0].get(KEY)
+        if not isinstance(own, Mapping):
             raise ValueError(
-                "this state_dict was not made by a holdfast method: its first parameter group has no "
+                "this state_dict was not made by a holdfast method: its first parameter group has no memory under "
                 f"{KEY!r}; load it into the optimizer before wrapping it"
             )
-        first = dict(groups[0])
-        saved = first.pop(KEY)
-        if "wrapped" in saved:
-            first[KEY] = saved["wrapped"]
-        return saved, {**state_dict, "param_groups": [first, *groups[1:]]}
+        if "state" not in state_dict or any("params" not in group for group in groups):
+            raise ValueError("this state_dict is incomplete: it lacks 'state', or a parameter group lacks 'params'")
+        first = {**groups[0], KEY: own.get("wrapped", LIVE)}
+        return own, {**state_dict, "param_groups": [first, *groups[1:]]}
 
-    def _check_memory(self, saved: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the memory does not fit this method and its model."""
-        if saved["method"] != type(self).__name__:
-            raise ValueError(f"this state_dict was made by {saved['method']}, not by {type(self).__name__}")
-        for attribute, name in self._remembered.items():
-            self.remembers[attribute].check(self, attribute, saved[name])
-        if (count := self._count(saved)) != saved["tensors"]:
-            raise ValueError(
-                f"this state_dict of {type(self).__name__} has {count} of the {saved['tensors']} tensors it was saved "
-                "with: load all of it, not only the entries that a new optimizer has"
-            )
-
-    def _count(self, saved: Mapping[str, Any]) -> int:
-        """The number of remembered tensors, to detect an incomplete state_dict."""
-        return sum(len(memory.tensors_in(saved[name])) for name in self._remembered.values())
+    def _check_nesting(self, own: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a state is of a stack and this method is alone, or the other way around."""
+        name, inner = type(self).__name__, self._inner
+        if inner is None and "wrapped" in own:
+            raise ValueError(f"this state_dict was made by {name} around another method, not by {name} alone")
+        if inner is not None and "wrapped" not in own:
+            raise ValueError(f"this state_dict was made by {name} alone, not by {name} around {type(inner).__name__}")
 
     # ---- closing ----
 

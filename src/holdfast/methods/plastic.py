@@ -17,6 +17,7 @@ class Plastic(Method):
     needs: ClassVar = Needs(heads=True)
     searched: ClassVar = "beta"
     role: ClassVar = "plasticity"
+    alters_step: ClassVar = True
 
     beta: float
     rate: float

@@ -1,6 +1,7 @@
 """Synaptic Intelligence (Zenke et al., 2017)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from holdfast.importance import precise
 from holdfast.methods.anchor import Anchored, Form, check_finite
 from holdfast.methods.memory import BY_PARAMETER
+from holdfast.methods.method import Commit
 from holdfast.methods.settings import NonNegative, Positive
 
 
@@ -54,6 +56,8 @@ class SI(Anchored):
 
     Source: Zenke, Poole, Ganguli, "Continual Learning Through Synaptic Intelligence", ICML 2017.
 
+    In a stack, g includes the gradients of the penalties of the other parts, such as those of LwF and SSL.
+
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters.
@@ -70,6 +74,7 @@ class SI(Anchored):
     """
 
     remembers: ClassVar = {**Anchored.remembers, "_path": BY_PARAMETER}
+    measures_step: ClassVar = True
 
     xi: float
 
@@ -113,7 +118,9 @@ class SI(Anchored):
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 importance, anchor = memory
-                gradient = p.grad.to_dense().to(anchor.dtype, copy=bool(group.get("nesterov")))  # Nesterov adds to it
+                # An inner method may scale the gradient in place, and Nesterov adds to it.
+                changing = self._inner is not None or bool(group.get("nesterov"))
+                gradient = p.grad.to_dense().to(anchor.dtype, copy=changing)
                 gradient = -gradient if group.get("maximize") else gradient
                 if self.form == "loss":
                     gradient = gradient - 2 * self.strength * importance * (p - anchor)
@@ -121,7 +128,7 @@ class SI(Anchored):
         return gradients
 
     @torch.no_grad()
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         if not self._path:
             raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}
@@ -130,7 +137,9 @@ class SI(Anchored):
                 value = parameter.to(precise(parameter.dtype), copy=True)
                 newest[name] = path_importance(memory[0], self._path[name], value - memory[1], self.xi), value
                 check_finite(name, newest[name][0])
-        for name, (importance, value) in newest.items():
-            self._importance[name], self._anchor[name] = importance, value
+        return partial(self._remember, newest)
+
+    def _remember(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super()._remember(found)
+        for name, (_, value) in found.items():
             self._path[name] = torch.zeros_like(value)
-        self.tasks += 1

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from holdfast.importance import precise
 from holdfast.methods.anchor import Form, check_finite
 from holdfast.methods.mas import MAS, squared_norm
-from holdfast.methods.memory import PLAIN
+from holdfast.methods.memory import Kind
+from holdfast.methods.method import Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons.kinds import width_of
 from holdfast.samples import Batch, select, sum_over_samples
@@ -56,6 +57,13 @@ def _wide_range(device: str) -> AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if narrow else nullcontext()
 
 
+def _layers(method: Method, attribute: str) -> dict[str, Tensor]:
+    """One value per neuron, by layer."""
+    assert isinstance(method, SSL)
+    layers = method._taps.layers.items()
+    return {name: next(layer.parameters()).new_empty(width_of(layer)) for name, layer in layers}
+
+
 class SSL(MAS):
     """MAS plus a penalty that keeps few neurons active at a time, which leaves room for later tasks.
 
@@ -85,7 +93,7 @@ class SSL(MAS):
     {'0': (8,)}
     """
 
-    remembers: ClassVar = {**MAS.remembers, "_neurons": PLAIN}
+    remembers: ClassVar = {**MAS.remembers, "_neurons": Kind(_layers, exact=True)}
 
     sparsity: float
 
@@ -154,8 +162,8 @@ class SSL(MAS):
 
     # ---- the end of a task ----
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
-        super()._consolidate(batches, active)
+    def _remember(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super()._remember(found)
         for name, newest in self._newest.items():
             self._neurons[name] = self._neurons[name].to(newest) + newest if name in self._neurons else newest
 
