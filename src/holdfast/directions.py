@@ -72,7 +72,7 @@ def leading(moment: Tensor, rank: int | None) -> Directions:
     vectors, values = vectors[:, :, others:], values[:, others:]
     signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
     present = values > inputs * torch.finfo(values.dtype).eps * values[:, -1:]
-    return Directions(vectors * signs * present.unsqueeze(1), values * present, rest)
+    return Directions((vectors * signs * present.unsqueeze(1)).contiguous(), values * present, rest)
 
 
 def dense(directions: Directions) -> Tensor:

@@ -1,6 +1,7 @@
 """Elastic weight consolidation with a Kronecker-factored Fisher information (Ritter et al., 2018)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from holdfast.directions import second_moment
 from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite
 from holdfast.methods.memory import AS_BEFORE, PLAIN
-from holdfast.methods.method import Method, Needs
+from holdfast.methods.method import Commit, Method, Needs
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons import Layer, find_layers
 from holdfast.neurons.rows import Layout, group_rows, output_rows
@@ -84,6 +85,7 @@ class KFAC(Method):
         "_anchor": AS_BEFORE,
     }
     searched: ClassVar = "strength"
+    alters_step: ClassVar = True
 
     strength: float
     samples: int | None
@@ -141,16 +143,21 @@ class KFAC(Method):
 
     # ---- the end of a task ----
 
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> None:
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         inputs, outputs, samples, positions = self._sums(batches, output_nodes(active))
         for name in self._layers:
             check_finite(name, outputs[name])
+            inputs[name] /= samples
+            outputs[name] /= positions[name].clamp(min=1)
+        return partial(self._remember, inputs, outputs)
+
+    def _remember(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         for name, layer in self._layers.items():
-            self._inputs[name] = self._inputs[name] + (inputs[name] / samples).to(self._inputs[name])
-            newest = (outputs[name] / positions[name].clamp(min=1)).to(self._outputs[name])
-            self._outputs[name] = torch.lerp(self._outputs[name], newest, 1 / (self.tasks + 1))
-            self._anchor[name] = self._value(layer)
-            self._basis(name, self._anchor[name])
+            self._anchor[name] = value = self._value(layer)
+            before, after = self._to(self._inputs, name, value), self._to(self._outputs, name, value)
+            self._inputs[name] = before + inputs[name].to(before)
+            self._outputs[name] = torch.lerp(after, outputs[name].to(after), 1 / (self.tasks + 1))
+            self._basis(name, value)
         self.tasks += 1
 
     def _sums(
