@@ -34,7 +34,7 @@ def share(record: Record) -> float:
 
 def test_the_results() -> None:
     for label, *cells in table(1):
-        row = all_rows()[label.replace("DPC rank", "dpc rank").replace("DPC", "dpc").replace("LwF", "lwf").lower()]
+        row = all_rows()[label.lower()]
         final = row.metric("final")
         assert final is not None
         assert cells == [each.percent() for each in (*row.tasks, final)]
@@ -44,6 +44,7 @@ def test_the_results() -> None:
     ("better", "worse", "sentence"),
     [
         ("dpc", "npc", "DPC is {} points above NPC"),
+        ("dpc", "kfac", "is level with DPC**, {} below"),
         ("lwf", "dpc", "LwF alone is {} above DPC"),
         ("lwf+dpc", "lwf", "{} above LwF, and forgets"),
         ("joint", "lwf+dpc", "is {} above it"),
@@ -60,7 +61,11 @@ def test_the_differences(better: str, worse: str, sentence: str) -> None:
 def test_forgetting() -> None:
     forgotten = {name: f"{100 * row.metric('forgetting').mean:.1f}" for name, row in all_rows().items()}
     assert f"It forgets less ({forgotten['dpc']} points; NPC {forgotten['npc']})" in PROSE
+    assert f"It forgets {forgotten['kfac']} points and learns new tasks less well" in PROSE
     assert f"it forgets {forgotten['lwf']} points" in PROSE
+    assert all_rows()["kfac"].metric("learned").mean < all_rows()["dpc"].metric("learned").mean
+    assert f"Its factors take {share(all_rows()['kfac'].records[0]):.1f} times the parameters" in PROSE
+    assert f"Diagonal EWC has {all_rows()['ewc'].metric('final').percent()}" in PROSE
     assert f"forgets {forgotten['lwf+dpc']} points" in PROSE
 
 

@@ -158,15 +158,15 @@ def test_the_change_is_projected(bias: bool) -> None:
     """W <- W + G P after two tasks, for a convolution whose patches are cut out by hand. The head is free."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2, bias=bias), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)).double()
-    method = projection(model, kappa=10.0, samples=8, free=[model[3]])
+    method = projection(model, kappa=10.0, free=[model[3]])
     moments = torch.zeros(8 + bias, 8 + bias, dtype=torch.float64)
     for _ in range(2):
         images = torch.randn(10, 2, 3, 3, dtype=torch.float64)
         method.consolidate(images.split(5))
         corners = [(i, j) for i in (0, 1) for j in (0, 1)]
-        patches = torch.stack([x[:, i : i + 2, j : j + 2].flatten() for x in images[:8] for i, j in corners])
-        inputs = torch.cat([patches, torch.ones(32, bias)], dim=1)
-        moment = inputs.T @ inputs / 32
+        patches = torch.stack([x[:, i : i + 2, j : j + 2].flatten() for x in images for i, j in corners])
+        inputs = torch.cat([patches, torch.ones(40, bias)], dim=1)
+        moment = inputs.T @ inputs / 40
         moments += moment / moment.diagonal().mean()
     bare, before = copy.deepcopy(model), flat(model[0])
     x = torch.randn(5, 2, 3, 3, dtype=torch.float64)
