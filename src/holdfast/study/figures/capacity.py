@@ -17,10 +17,11 @@ def draw(key: str, subject: Subject) -> Drawing | None:
         return None
     layers = dict.fromkeys(layer for means in taken.values() for layer in means)
     styles = {layer: method_style(number, layer) for number, layer in enumerate(layers)}
-    columns = min(3, len(taken))
+    columns = 2 if len(taken) in (2, 4) else min(3, len(taken))
     figure, panels = panel_grid(len(taken), columns, row_height=1.8, extra_height=0.9, sharex=True)
-    for axes, (name, means) in zip(panels, taken.items(), strict=True):
+    for number, (axes, (name, means)) in enumerate(zip(panels, taken.items(), strict=True)):
         axes.set_title(shorten(name, 66 // columns))
+        axes.tick_params(axis="x", labelbottom=number + columns >= len(taken))
         for layer, values in means.items():
             axes.plot(range(1, len(values) + 1), values, **styles[layer].line, clip_on=False)
         axes.set_ylim(0, 1)
