@@ -126,7 +126,7 @@ class KFAC(Method):
                 value = self._value(layer)
                 anchor, basis = self._to(self._anchor, name, value), self._basis(name, value)
                 moved = pulled(value, anchor, basis, 2 * self.strength * rates[weight])
-                Layout.of(layer.modules[0]).write_(moved, weight, *bias)
+                Layout.of(layer.modules[0]).write_(moved, weight, *(each for each in bias if each.grad is not None))
 
     def _to(self, memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
         memory[name] = memory[name].to(like.device)
