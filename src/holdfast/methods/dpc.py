@@ -144,38 +144,22 @@ class DPC(NPC):
         self._vectors: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
-        for layer in self._layers:
-            if self._weight(layer) is not None:
-                self._keep(layer.name, self._nothing(layer))
+        for _, layer, parts in self._sided():
+            self._keep(layer.name, self._nothing(layer, parts))
 
     # ---- the layers ----
 
-    def _weight(self, layer: Layer) -> nn.Parameter | None:
-        """The weight of a layer, if it is trained."""
-        return self._owned(layer, "weight")
-
-    def _bias(self, layer: Layer) -> nn.Parameter | None:
-        return self._owned(layer, "bias")
-
-    def _owned(self, layer: Layer, name: str) -> nn.Parameter | None:
-        parameter = getattr(layer.modules[0], name)
-        return next((mine for mine, _ in layer.parameters if mine is parameter), None)
-
-    def _sided(self) -> Iterator[tuple[int, Layer, nn.Parameter]]:
-        """The layers with an input side: number, layer and weight."""
+    def _sided(self) -> Iterator[tuple[int, Layer, list[nn.Parameter]]]:
+        """The layers with an input side, those whose weight is trained: number, layer, weight and bias."""
         for number, layer in enumerate(self._layers):
-            if (weight := self._weight(layer)) is not None:
-                yield number, layer, weight
+            if parts := layer.weight_and_bias:
+                yield number, layer, parts
 
-    def _nothing(self, layer: Layer) -> Directions:
+    def _nothing(self, layer: Layer, parts: list[nn.Parameter]) -> Directions:
         """Directions of a layer without any old inputs."""
-        weight = self._weight(layer)
-        assert weight is not None
-        matrix = Layout.of(layer.modules[0]).matrix(weight)
-        inputs = matrix.shape[2] + (self._bias(layer) is not None)
+        groups, _, inputs = Layout.of(layer.modules[0]).joined(*(p.detach() for p in parts)).shape
         kept = inputs if self.rank is None else min(self.rank, inputs)
-        like = matrix.detach().new_zeros((), dtype=precise(weight.dtype))
-        groups = len(matrix)
+        like = torch.zeros((), dtype=precise(parts[0].dtype), device=parts[0].device)
         return Directions(like.new_zeros(groups, inputs, kept), like.new_zeros(groups, kept), like.new_zeros(groups))
 
     def _keep(self, name: str, directions: Directions) -> None:
@@ -193,8 +177,8 @@ class DPC(NPC):
         It is trace(kappa A (I + kappa A)^-1) / d for d inputs.
         """
         return {
-            layer.name: float(capacity(self._directions(layer, weight.device), self.kappa))
-            for _, layer, weight in self._sided()
+            layer.name: float(capacity(self._directions(layer, parts[0].device), self.kappa))
+            for _, layer, parts in self._sided()
         }
 
     # ---- a step ----
@@ -220,13 +204,16 @@ class DPC(NPC):
         self._limited_step(parameters, limit_or_direct)
 
     def _sides(self, indices: Mapping[nn.Parameter, int]) -> list[Side]:
-        sides = []
-        for number, layer, weight in self._sided():
-            if weight in indices:
-                bias = self._bias(layer)
-                found = (indices[weight], *([indices[bias]] if bias is not None and bias in indices else []))
-                sides.append(Side(number, Layout.of(layer.modules[0]), found, self._directions(layer, weight.device)))
-        return sides
+        return [
+            Side(
+                number,
+                Layout.of(layer.modules[0]),
+                tuple(indices[p] for p in parts if p in indices),
+                self._directions(layer, parts[0].device),
+            )
+            for number, layer, parts in self._sided()
+            if parts[0] in indices
+        ]
 
     # ---- the end of a task ----
 
@@ -235,7 +222,7 @@ class DPC(NPC):
         moments = self._moments(batches)
         self._sum_over_processes(moments.values())
         found = {}
-        for _, layer, weight in self._sided():
+        for _, layer, (weight, *_) in self._sided():
             before = Directions(*(each.double() for each in self._directions(layer, weight.device)))
             newest = leading(dense(before) + normalized(moments[layer.name]), self.rank)
             found[layer.name] = Directions(*(each.to(precise(weight.dtype)) for each in newest))
@@ -248,19 +235,15 @@ class DPC(NPC):
 
     def _moments(self, batches: Iterable[Any]) -> dict[str, Tensor]:
         """The sums of a a^T over all inputs of each layer on the batches, in float64."""
-        layers = {layer.name: layer for _, layer, _ in self._sided()}
-        modules = {f"{name} {i}": module for name, layer in layers.items() for i, module in enumerate(layer.modules)}
-        sums = {
-            name: torch.zeros_like(dense(self._nothing(layer)), dtype=torch.float64) for name, layer in layers.items()
-        }
+        biased = {layer.name: len(parts) > 1 for _, layer, parts in self._sided()}
+        modules = {(layer.name, module): module for _, layer, _ in self._sided() for module in layer.modules}
+        sums = {layer.name: dense(self._nothing(layer, parts)).double() for _, layer, parts in self._sided()}
         empty = True
         for inputs in module_inputs(self.model, modules, samples_of(batches, self.samples, device_of(self.model))):
             empty = False
-            for key, given in inputs.items():
-                name, _, number = key.rpartition(" ")
-                layer = layers[name]
+            for (name, module), given in inputs.items():
                 for x in given:
-                    sums[name] += _second_moment(layer.modules[int(number)], x, bias=self._bias(layer) is not None)
+                    sums[name] += _second_moment(module, x, bias=biased[name])
         if empty:
             raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
         return sums

@@ -102,7 +102,7 @@ class KFAC(Method):
         self._set(strength=strength, samples=samples)
         self.tasks = 0
         found = find_layers(self.model, self._trained(), free=())
-        self._layers = {layer.name: layer for layer in found if _parts(layer)}
+        self._layers = {layer.name: layer for layer in found if layer.weight_and_bias}
         self._anchor = {name: self._value(layer) for name, layer in self._layers.items()}
         self._inputs = {name: (value.mT @ value).zero_() for name, value in self._anchor.items()}
         self._outputs = {name: (value @ value.mT).zero_() for name, value in self._anchor.items()}
@@ -110,8 +110,8 @@ class KFAC(Method):
 
     def _value(self, layer: Layer) -> Tensor:
         """A copy of weight and bias as one matrix, `[groups, neurons, inputs]`."""
-        parts = _parts(layer)
-        return Layout.of(layer.modules[0]).joined(*(p.detach().to(precise(p.dtype), copy=True) for p in parts))
+        parts = (p.detach().to(precise(p.dtype), copy=True) for p in layer.weight_and_bias)
+        return Layout.of(layer.modules[0]).joined(*parts)
 
     # ---- a step ----
 
@@ -121,7 +121,7 @@ class KFAC(Method):
             return
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         for name, layer in self._layers.items():
-            weight, *bias = _parts(layer)
+            weight, *bias = layer.weight_and_bias
             if weight.grad is not None:
                 value = self._value(layer)
                 anchor, basis = self._to(self._anchor, name, value), self._basis(name, value)
@@ -164,7 +164,8 @@ class KFAC(Method):
         self, batches: Iterable[Any], active: list[int] | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, dict[str, Tensor]]:
         """The sums of a a^T and of g g^T by layer, the number of samples, and the number of positions by layer."""
-        modules = {f"{name} {i}": m for name, layer in self._layers.items() for i, m in enumerate(layer.modules)}
+        biased = {name: len(layer.weight_and_bias) > 1 for name, layer in self._layers.items()}
+        modules = {(name, module): module for name, layer in self._layers.items() for module in layer.modules}
         inputs = {name: torch.zeros_like(factor, dtype=torch.float64) for name, factor in self._inputs.items()}
         outputs = {name: torch.zeros_like(factor, dtype=torch.float64) for name, factor in self._outputs.items()}
         samples = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
@@ -176,25 +177,15 @@ class KFAC(Method):
         measured = samples_of(batches, self.samples, device_of(self.model))
         for batch, signals in module_signals(self.model, modules, measured, likelihood):
             samples += batch.size
-            for key, x, gradient in signals:
-                name, _, number = key.rpartition(" ")
-                module, bias = self._layers[name].modules[int(number)], len(_parts(self._layers[name])) > 1
+            for (name, module), x, gradient in signals:
                 rows = output_rows(module, gradient.to(precise(gradient.dtype)))
-                inputs[name] += second_moment(group_rows(module, x.to(rows.dtype)), bias=bias)
+                inputs[name] += second_moment(group_rows(module, x.to(rows.dtype)), bias=biased[name])
                 outputs[name] += second_moment(rows, bias=False)
                 positions[name] += rows.shape[1]
         self._sum_over_processes([*inputs.values(), *outputs.values(), samples, *positions.values()])
         if not samples:
             raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
         return inputs, outputs, samples, positions
-
-
-def _parts(layer: Layer) -> list[nn.Parameter]:
-    """The trained weight and bias of a layer; empty if its weight is not trained."""
-    module = layer.modules[0]
-    mine = {parameter for parameter, _ in layer.parameters}
-    weight, bias = module.weight, module.bias
-    return [p for p in (weight, bias) if isinstance(p, nn.Parameter) and p in mine] if weight in mine else []
 
 
 def _log_likelihood(outputs: Tensor, labels: Tensor | None) -> Tensor:

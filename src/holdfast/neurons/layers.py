@@ -37,6 +37,13 @@ class Layer:
     modules: list[nn.Module]
     parameters: list[tuple[nn.Parameter, Spread]] = field(default_factory=list)
 
+    @property
+    def weight_and_bias(self) -> list[nn.Parameter]:
+        """The weight and the bias, as far as they are trained; empty if the weight is not."""
+        mine = {parameter for parameter, _ in self.parameters}
+        found = [getattr(self.modules[0], name) for name in ("weight", "bias")]
+        return [p for p in found if p is not None and p in mine] if found[0] in mine else []
+
     def own(self, parameter: nn.Parameter, spread: Spread) -> None:
         if all(parameter is not mine for mine, _ in self.parameters):
             self.parameters.append((parameter, spread))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from holdfast.neurons.rows import has_input_rows, input_rows
 from holdfast.samples import Batch, device_of, evaluating, read
 from holdfast.taps.hooks import Taps, first_input
+
+K = TypeVar("K")
+"""The key of a module, such as its name."""
 
 
 def layer_inputs(
@@ -45,64 +48,63 @@ def layer_inputs(
 
 
 def module_inputs(
-    model: nn.Module, modules: Mapping[str, nn.Module], batches: Iterable[Any]
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Iterate over the first inputs of `modules`, batch by batch: one tensor per call, by module name."""
+    model: nn.Module, modules: Mapping[K, nn.Module], batches: Iterable[Any]
+) -> Iterator[dict[K, list[Tensor]]]:
+    """Iterate over the first inputs of `modules`, batch by batch: one tensor per call, by the key of the module."""
     for batch in batches:
         yield _inputs_on(batch if isinstance(batch, Batch) else read(batch, device_of(model)), model, modules)
 
 
-class Signal(NamedTuple):
-    """One call of a module: its name, its first input, and the gradient at its output."""
+class Signal(NamedTuple, Generic[K]):
+    """One call of a module: its key, its first input, and the gradient at its output."""
 
-    name: str
+    key: K
     input: Tensor
     gradient: Tensor
 
 
 def module_signals(
     model: nn.Module,
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[K, nn.Module],
     batches: Iterable[Batch],
     objective: Callable[[Any, Batch], Tensor],
-) -> Iterator[tuple[Batch, list[Signal]]]:
+) -> Iterator[tuple[Batch, list[Signal[K]]]]:
     """Iterate over the inputs of `modules` and the gradients of an objective at their outputs, batch by batch.
 
     Args:
         model: the model.
-        modules: some of its modules, by name.
+        modules: some of its modules, by keys of any kind.
         batches: the batches.
         objective: maps the model's output for a batch to a number: a sum over samples, so that the gradients are those
             of single samples.
     """
     for batch in batches:
-        calls: list[tuple[str, Tensor, Tensor]] = []
-
+        calls: list[tuple[K, Tensor, Tensor]] = []
         with Taps() as taps, torch.enable_grad(), evaluating(model):
-            for name, module in modules.items():
-                taps.on_output(module, partial(_keep_call, calls, name))
+            for key, module in modules.items():
+                taps.on_output(module, partial(_keep_call, calls, key))
             value = objective(batch.outputs(model), batch)
             gradients = torch.autograd.grad(value, [output for *_, output in calls], materialize_grads=True)
-        yield batch, [Signal(name, x, gradient) for (name, x, _), gradient in zip(calls, gradients, strict=True)]
+        yield batch, [Signal(key, x, gradient) for (key, x, _), gradient in zip(calls, gradients, strict=True)]
 
 
 def _keep_call(
-    calls: list[tuple[str, Tensor, Tensor]], name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+    calls: list[tuple[K, Tensor, Tensor]], key: K, module: nn.Module, args: Any, kwargs: Any, output: Tensor
 ) -> Tensor | None:
     if not output.requires_grad:
         return None
-    calls.append((name, first_input(args, kwargs).detach().clone(), output))
+    calls.append((key, first_input(args, kwargs).detach().clone(), output))
     return output.clone()  # the model may change its output in place
 
 
-def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, list[Tensor]]:
-    inputs: dict[str, list[Tensor]] = {}
+def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[K, nn.Module]) -> dict[K, list[Tensor]]:
+    inputs: dict[K, list[Tensor]] = {}
 
-    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.setdefault(name, []).append(first_input(args, kwargs).clone())  # the model may change it in place
+    def keep(key: K, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.setdefault(key, []).append(first_input(args, kwargs).clone())  # the model may change it in place
 
     with Taps() as taps, torch.no_grad(), evaluating(model):
-        for name, module in modules.items():
-            taps.on_input(module, partial(keep, name), always=True)
+        for key, module in modules.items():
+            taps.on_input(module, partial(keep, key), always=True)
         batch.outputs(model)
     return inputs
