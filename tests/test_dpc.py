@@ -291,3 +291,11 @@ def test_no_samples_is_an_error() -> None:
     method = holdfast.DPC(net, SGD(net.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="consolidate\\(\\) was given no samples"):
         method.consolidate([])
+
+
+def test_inputs_that_are_not_finite_are_an_error_and_nothing_is_consolidated() -> None:
+    net = mlp()
+    method = holdfast.DPC(net, SGD(net.parameters(), lr=0.1))
+    with pytest.raises(FloatingPointError, match="'0' is not finite, so nothing was consolidated"):
+        method.consolidate([torch.full((4, 4), torch.nan)])
+    assert method.tasks == 0

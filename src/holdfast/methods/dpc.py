@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from holdfast.compiling import compiled
 from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
 from holdfast.importance import precise
+from holdfast.methods.anchor import check_finite
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
@@ -223,6 +224,7 @@ class DPC(NPC):
         self._sum_over_processes(moments.values())
         found = {}
         for _, layer, (weight, *_) in self._sided():
+            check_finite(layer.name, moments[layer.name])
             before = Directions(*(each.double() for each in self._directions(layer, weight.device)))
             newest = leading(dense(before) + normalized(moments[layer.name]), self.rank)
             found[layer.name] = Directions(*(each.to(precise(weight.dtype)) for each in newest))

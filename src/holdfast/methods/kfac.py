@@ -95,7 +95,7 @@ class KFAC(Method):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        strength: NonNegative = 30.0,
+        strength: NonNegative = 100.0,
         samples: Count = 4096,
     ) -> None:
         super().__init__(model, optimizer)
