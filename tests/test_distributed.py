@@ -109,7 +109,8 @@ def test_every_method_on_two_processes() -> None:
         for name in METHODS:
             assert result[name].keys() == expected[name].keys()
             for key, value in expected[name].items():
-                torch.testing.assert_close(result[name][key], value, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+                near = 1e-6 if key.startswith("/vectors") else 1e-12  # as exact as eigenvalues are apart
+                torch.testing.assert_close(result[name][key], value, rtol=1e-9, atol=near, msg=f"{name} {key}")
 
 
 def broadcasting_worker(rank: int, folder: str) -> None:

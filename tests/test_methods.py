@@ -57,7 +57,8 @@ def twins(name: str) -> tuple[nn.Module, Method, nn.Module, Method]:
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-12)
+        near = 1e-6 if name.startswith("/vectors") else 1e-12  # eigenvectors are as exact as eigenvalues are apart
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=near)
 
 
 # ---- an optimizer like any other ----

@@ -231,7 +231,7 @@ def test_fetched_files_must_not_change(tmp_path: Path) -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(DataError, match="no source 'cifar10'; the sources are digits, mnist, cifar100"):
+    with pytest.raises(DataError, match="unknown source 'cifar10'; available: digits, mnist, cifar100"):
         load("cifar10")
 
 

@@ -107,7 +107,7 @@ def test_a_memory_goes_through_files(name: str, options: StateDictOptions | None
     assert_same_bits(memory_of(loaded), memory_of(method))
 
 
-@pytest.mark.parametrize("name", ["dpc", "ewc", "si"])
+@pytest.mark.parametrize("name", ["ewc", "si"])
 def test_a_state_is_contiguous_and_a_memory_keeps_its_layout(name: str) -> None:
     """Tensors are broadcast as if they were contiguous; the bits of a step may depend on the layout."""
 
@@ -125,10 +125,9 @@ def test_a_state_is_contiguous_and_a_memory_keeps_its_layout(name: str) -> None:
     assert all(tensor.is_contiguous() for tensor in memory_of(method).values())
     _, again = started()
     again.load_state_dict(state)
-    attribute = "_vectors" if name == "dpc" else "_anchor"
-    layouts = {key: value.stride() for key, value in getattr(method, attribute).items()}
-    assert {key: value.stride() for key, value in getattr(again, attribute).items()} == layouts
-    assert not all(value.is_contiguous() for value in getattr(again, attribute).values())
+    layouts = {key: value.stride() for key, value in method.anchor.items()}
+    assert {key: value.stride() for key, value in again.anchor.items()} == layouts
+    assert not all(value.is_contiguous() for value in again.anchor.values())
 
 
 class Heads(nn.Module):
