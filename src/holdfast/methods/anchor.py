@@ -140,8 +140,7 @@ class Anchored(Method):
         counted = torch.tensor(count, dtype=torch.float64, device=next(iter(sums.values())).device)
         if self._sum_over_processes([*sums.values(), counted]):
             count = int(counted)
-        if count == 0:
-            raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
+        check_samples(count)
         return {name: values / count for name, values in sums.items()}
 
     # ---- the pull ----
@@ -230,6 +229,12 @@ class Sampled(Anchored):
 
     def _samples(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return samples_of(batches, self.samples, device_of(self.model))
+
+
+def check_samples(count: float) -> None:
+    """Raise a ValueError if there were no samples to measure on."""
+    if count == 0:
+        raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
 
 
 def check_finite(name: str, importance: Tensor) -> None:

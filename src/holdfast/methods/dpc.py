@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from holdfast.compiling import compiled
 from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
 from holdfast.importance import precise
-from holdfast.methods.anchor import check_finite
+from holdfast.methods.anchor import check_finite, check_samples
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
@@ -194,8 +193,7 @@ class DPC(NPC):
         directed = {index for side in sides for index in side.indices}
         others = [index for index in range(len(parameters)) if index not in directed]
         owners = [(moving[index][1], moving[index][2]) for index in others]
-        direct = compiled(direct_all_) if self._use_compiler else direct_all_
-        limit = compiled(limit_all_) if self._use_compiler else limit_all_
+        direct, limit = self._compiled_like_model(direct_all_), self._compiled_like_model(limit_all_)
 
         def limit_or_direct(changing: list[Tensor], before: list[Tensor] | None) -> None:
             earlier = None if before is None else [before[index] for index in others]
@@ -240,14 +238,13 @@ class DPC(NPC):
         biased = {layer.name: len(parts) > 1 for _, layer, parts in self._sided()}
         modules = {(layer.name, module): module for _, layer, _ in self._sided() for module in layer.modules}
         sums = {layer.name: dense(self._nothing(layer, parts)).double() for _, layer, parts in self._sided()}
-        empty = True
+        count = 0
         for inputs in module_inputs(self.model, modules, samples_of(batches, self.samples, device_of(self.model))):
-            empty = False
+            count += 1
             for (name, module), given in inputs.items():
                 for x in given:
                     sums[name] += _second_moment(module, x, bias=biased[name])
-        if empty:
-            raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
+        check_samples(count)
         return sums
 
 

@@ -82,7 +82,7 @@ class EWC(Sampled):
         ranges: list[tuple[Tensor, int]] = []
         found = self._squares(self._with_labels(measured, active, ranges), log_likelihood, active)
         for labels, classes in ranges:
-            _check_range(labels, classes)
+            check_range(labels, classes)
         return found
 
     def _squares(self, batches: Iterable[Batch], objective: Objective, active: list[int] | None) -> dict[str, Tensor]:
@@ -106,11 +106,12 @@ class EWC(Sampled):
                 )
             ranges.append((torch.stack(labels.aminmax()), classes))
             if len(ranges) == 1:
-                _check_range(*ranges[0])
+                check_range(*ranges[0])
             yield Batch(batch.inputs, batch.keywords, labels.long().clamp(0, classes - 1))
 
 
-def _check_range(labels: Tensor, classes: int) -> None:
+def check_range(labels: Tensor, classes: int) -> None:
+    """Raise a ValueError if the lowest and the highest label, given as one tensor, are not numbers of classes."""
     lowest, highest = labels.tolist()
     if lowest < 0 or highest >= classes:
         raise ValueError(

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from holdfast.directions import second_moment
 from holdfast.importance import precise
-from holdfast.methods.anchor import check_finite
+from holdfast.methods.anchor import check_finite, check_samples
+from holdfast.methods.ewc import check_range
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Method, Needs
 from holdfast.methods.settings import Count, NonNegative
@@ -183,8 +184,7 @@ class KFAC(Method):
                 outputs[name] += second_moment(rows, bias=False)
                 positions[name] += rows.shape[1]
         self._sum_over_processes([*inputs.values(), *outputs.values(), samples, *positions.values()])
-        if not samples:
-            raise ValueError("consolidate() was given no samples: it needs the batches of the finished task")
+        check_samples(float(samples))
         return inputs, outputs, samples, positions
 
 
@@ -197,10 +197,5 @@ def _log_likelihood(outputs: Tensor, labels: Tensor | None) -> Tensor:
             f"KFAC needs outputs [samples, classes] and one class number per sample, got {tuple(outputs.shape)} and "
             f"{labels.dtype} {tuple(labels.shape)}"
         )
-    lowest, highest = labels.aminmax()
-    if lowest < 0 or highest >= outputs.shape[1]:
-        raise ValueError(
-            f"labels must count within the task, from 0 to {outputs.shape[1] - 1} for its {outputs.shape[1]} outputs; "
-            f"got {int(lowest)} to {int(highest)}"
-        )
+    check_range(torch.stack(labels.aminmax()), outputs.shape[1])
     return outputs.log_softmax(1).gather(1, labels.long().unsqueeze(1)).sum()

@@ -1,7 +1,7 @@
 """Neuron-level plasticity control (Paik et al., Algorithm 1): important neurons learn more slowly."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -126,21 +126,20 @@ class NPC(Plastic):
             self._start(measured)
         elif 0 < sum(values is None for values in measured) < len(measured):
             self._check_unmeasured(measured)
-        measure = compiled(measure_) if self._use_compiler else measure_
+        measure = self._compiled_like_model(measure_)
         settings = self.rate, self.beta, self.gain
         rows = self._rows(measured)
         self._change(measure(self._importance, rows, self._layer, self._sizes, self._widths, settings))
 
-    @property
-    def _use_compiler(self) -> bool:
-        """On a GPU, launching small operations one by one is slow. A model that runs compiled shows a compiler."""
-        return self._importance.is_cuda and self._taps.compiled
+    def _compiled_like_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a part of the step on a GPU, where launching small operations is slow, if the model runs compiled."""
+        return compiled(function) if self._importance.is_cuda and self._taps.compiled else function
 
     def _change(self, shares: Tensor) -> None:
         """Take the wrapped optimizer's step, limited by the plasticity of the neurons."""
         moving = self._moving()
         owners = [(number, spread) for _, number, spread in moving]
-        limit = compiled(limit_all_) if self._use_compiler else limit_all_
+        limit = self._compiled_like_model(limit_all_)
         self._limited_step(
             [parameter for parameter, _, _ in moving],
             lambda changing, before: limit(shares, self._widths, changing, owners, before),
