@@ -100,6 +100,15 @@ def test_a_batch_larger_than_a_task_is_the_task() -> None:
     assert record.images == 3 * 2 * 32
 
 
+@pytest.mark.parametrize("heads", ["masked", "growing"])
+def test_the_learning_rate_falls_over_each_task(heads: str) -> None:
+    run = training._Training(stream(), plan(decay=0.01, heads=heads, epochs=5), torch.device("cpu"))  # 20 steps a task
+    rates = [{group["lr"] for group in run.method.param_groups} for progress in run if progress.step > 0]
+    expected = [0.1 * 0.01 ** (stage / 9) for stage in range(10) for _ in range(2)]
+    assert [len(rate) for rate in rates] == [1] * 60
+    assert [rate.pop() for rate in rates] == pytest.approx(3 * expected)
+
+
 def test_validation_images_instead_of_test_images() -> None:
     made = stream()
     evaluated = train(made, plan(evaluate_on="validation", epochs=30), device="cpu")
@@ -115,7 +124,7 @@ def test_validation_images_instead_of_test_images() -> None:
 @pytest.mark.parametrize("method", [*METHODS, "lwf+npc", "ewc+cpc"])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(method: str, heads: str, tmp_path: Path) -> None:
     """Stopped by Ctrl-C, again and again, with random crops."""
-    made, how = stream(), plan(method, curve=2, model="small_cnn", heads=heads)
+    made, how = stream(), plan(method, curve=2, model="small_cnn", heads=heads, decay=0.5)
     whole = outcome(train(made, how, device="cpu", folder=tmp_path / "whole"))
     seen, message = [], ""
 
@@ -287,6 +296,10 @@ def test_points_after_a_failure_are_no_part_of_the_curves() -> None:
     assert all(point["step"] <= record.failure["step"] for point in record.curves)
 
 
+TERMS = {"ssl": (True, True), "compact": (True, True), "lwf": (False, True), "joint": (False, True)}
+"""Whether a method has a term in the loss in the first task, and later."""
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_term_in_the_loss_is_asked_for_where_there_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
@@ -295,7 +308,7 @@ def test_the_term_in_the_loss_is_asked_for_where_there_is_one(name: str, monkeyp
     monkeypatch.setattr(run.method, "penalty", lambda: asked.append(run.task) or term())
     for _ in run:
         pass
-    first, later = {"ssl": (True, True), "lwf": (False, True), "joint": (False, True)}.get(name, (False, False))
+    first, later = TERMS.get(name, (False, False))
     assert set(asked) == {task for task in range(len(run.stream.tasks)) if (later if task else first)}
 
 
@@ -318,6 +331,7 @@ def test_a_penalty_that_diverges_ends_the_run_with_a_record_of_it() -> None:
         ({"method": "magic"}, "unknown method 'magic'; available: npc, dpc, cpc, ewc"),
         ({"model": "resnet"}, "unknown model 'resnet'; available: paper_cnn"),
         ({"lr": 0}, "lr must be above 0, got 0"),
+        ({"decay": 2}, "decay must be above 0 and at most 1, got 2"),
         ({"epoch": "week"}, "epoch must be one of paper, task; got 'week'"),
         ({"precision": "fp4"}, "precision must be one of float32, tf32, bf16; got 'fp4'"),
     ],

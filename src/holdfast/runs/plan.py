@@ -7,12 +7,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from holdfast.methods import parts_of
-from holdfast.methods.settings import Positive, Range, number
+from holdfast.methods.settings import Fraction, Positive, Range, number
 from holdfast.models import MODELS
 
 if TYPE_CHECKING:
     from holdfast.streams.tasks import Stream, Task
 
+_STAGES = 10  # of the learning rate in a task, if it falls
 Natural = Annotated[int, Range(least=1)]
 Seed = Annotated[int, Range(least=0)]
 
@@ -40,6 +41,8 @@ class Plan:
         width: the number of hidden neurons, as a multiple of the model's default.
         seed: seeds the model, the order of the images and all other random choices.
         lr: the learning rate of the optimizer, plain SGD as in the paper.
+        decay: the factor by which the learning rate falls over each task, in ten stages of equal length. By default it
+            is constant, as in the paper.
         batch: the number of images in a batch.
         epochs: the number of epochs per task.
         epoch: the length of an epoch. "paper": the number of training images of the whole source, whatever the size of
@@ -63,6 +66,9 @@ class Plan:
     )
     seed: Seed = 0
     lr: Positive = field(default=0.05, metadata=_option("Learning rate of SGD.", "RATE"))
+    decay: Fraction = field(
+        default=1.0, metadata=_option("Factor by which the learning rate falls over each task.", "FACTOR")
+    )
     batch: Natural = field(default=512, metadata=_option("Images per batch.", "N"))
     epochs: Positive = field(default=30.0, metadata=_option("Epochs per task.", "E"))
     epoch: Literal["paper", "task"] = field(
@@ -103,6 +109,15 @@ class Plan:
         """The number of steps for a task, at least one."""
         samples = stream.epoch if self.epoch == "paper" else len(task.train)
         return max(1, int(self.epochs * samples / min(self.batch, len(task.train)) + 1e-6))
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The learning rate at a step of a task of `steps` steps.
+
+        >>> Plan("npc", lr=0.1, decay=0.01).lr_at(99, 100)
+        0.001
+        """
+        progress = (step * _STAGES // steps) / (_STAGES - 1)
+        return self.lr * float(self.decay**progress)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
@@ -151,7 +166,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def _number(name: str, value: Any, limits: Range) -> float:
     try:
-        return number(name, value, above=limits.above)
+        return number(name, value, above=limits.above, most=limits.most)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -53,6 +53,13 @@ class Stepper:
         self._steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self._not_finite = torch.full((), -1, device=self.device)
 
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next steps. A graph has its learning rate built in, so it is captured anew."""
+        for group in self.method.param_groups:
+            if group["lr"] != lr:
+                group["lr"] = lr
+                self.graphed = None
+
     def step(self, batches: Shuffled, active: Tensor) -> None:
         """Take one step on the next batch; `active` are the output nodes of its task."""
         if not (self._can_capture and self.method.recordable):

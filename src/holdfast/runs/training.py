@@ -224,6 +224,7 @@ class _Training:
     def _learn(self, *, last: bool) -> None:
         """Take one step, the last one of its task if `last`."""
         began = time.monotonic()
+        self.stepper.set_lr(self.plan.lr_at(self.step, self.record.steps[self.task]))
         try:
             self.stepper.step(self.batches, self.active[self.task])
         except FloatingPointError as error:
