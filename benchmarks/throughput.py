@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from holdfast.compiling import many_variants
 from holdfast.methods import METHODS
 from holdfast.models import build_model
+from holdfast.runs.environment import numerics
 from holdfast.runs.plan import Plan
 from holdfast.runs.training import _Training
 from holdfast.streams.batches import DeviceImages, Shuffled, make_batch
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     stream = noise(20, 5000 if options.device == "cuda" else 200)
-    with many_variants():
+    with many_variants(), numerics(Plan("finetune", precision="bf16" if options.bf16 else "float32")):
         speeds = measure(stream, options)
     (operations, size), (rate, copied) = counts(stream, options), rates(options.device)
     floor = max(operations / rate, size / copied)

@@ -11,6 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_SPARE = 32  # directions iterated beyond those kept
+_ITERATIONS = 6
+_SHIFT = 1e-11  # of the squared norm: keeps Cholesky factors finite where there are few directions
+
 
 class Directions(NamedTuple):
     """A second moment by its leading directions: A = U diag(values) U^T + rest (I - U U^T)."""
@@ -64,15 +68,38 @@ def leading(moment: Tensor, rank: int | None) -> Directions:
     >>> found.values, found.rest
     (tensor([[5.]]), tensor([1.5000]))
     """
-    values, vectors = torch.linalg.eigh(moment)  # in ascending order
-    values = values.clamp(min=0)
     inputs = moment.shape[1]
     others = 0 if rank is None else max(0, inputs - rank)
-    rest = values[:, :others].mean(1) if others else values.new_zeros(len(values))
-    vectors, values = vectors[:, :, others:], values[:, others:]
+    if inputs - others + _SPARE < inputs / 2:
+        values, vectors = _subspace(moment, inputs - others)
+    else:
+        values, vectors = (each[..., others:] for each in torch.linalg.eigh(moment))  # in ascending order
+    values = values.clamp(min=0)
+    trace = moment.diagonal(dim1=1, dim2=2).sum(1)
+    rest = (trace - values.sum(1)).clamp(min=0) / others if others else torch.zeros_like(trace)
     signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
     present = values > inputs * torch.finfo(values.dtype).eps * values[:, -1:]
     return Directions((vectors * signs * present.unsqueeze(1)).contiguous(), values * present, rest)
+
+
+def _subspace(moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The `rank` largest eigenvalues, in ascending order, and their vectors, by subspace iteration.
+
+    Faster than `eigh` for few directions of a large matrix, and exact up to directions of nearly the same eigenvalue.
+    """
+    groups, inputs, _ = moment.shape
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(groups, inputs, rank + _SPARE, dtype=moment.dtype, generator=generator).to(moment.device)
+    shift = _SHIFT * torch.eye(rank + _SPARE, dtype=moment.dtype, device=moment.device)
+    for _ in range(_ITERATIONS):
+        image = moment @ basis
+        scale = torch.linalg.matrix_norm(image, keepdim=True).clamp(min=torch.finfo(moment.dtype).tiny)
+        image = image / scale
+        factor = torch.linalg.cholesky(image.mT @ image + shift)  # nearly orthonormal columns, faster than by qr
+        basis = torch.linalg.solve_triangular(factor.mT, image, upper=True, left=False)
+    basis = torch.linalg.qr(basis).Q
+    values, rotation = torch.linalg.eigh(basis.mT @ moment @ basis)
+    return values[:, -rank:], basis @ rotation[:, :, -rank:]
 
 
 def dense(directions: Directions) -> Tensor:
@@ -99,22 +126,30 @@ def capacity(directions: Directions, kappa: float) -> Tensor:
     return (taken / directions.vectors.shape[1]).mean()
 
 
-def directed(change: Tensor, share: Tensor, directions: Directions, kappa: float) -> Tensor:
-    """The change s G + (1 - s) G P of neurons with plasticity s, `[groups, neurons, inputs]`.
+def directed(
+    change: Tensor, bias: Tensor | None, share: Tensor, directions: Directions, kappa: float
+) -> tuple[Tensor, Tensor | None]:
+    """The change s G + (1 - s) G P of neurons with plasticity s, of their weights and biases.
 
     Args:
-        change: G.
+        change: the weights' part of G, `[groups, neurons, inputs]`.
+        bias: the biases' part, `[groups, neurons, 1]`, or None; the last of the inputs in A.
         share: s, `[groups, neurons, 1]`.
         directions: A.
         kappa: the strength of the protection.
 
     >>> directions = Directions(torch.eye(2).unsqueeze(0), torch.tensor([[0.0, 9.0]]), torch.zeros(1))
-    >>> directed(torch.ones(1, 3, 2), torch.tensor([[[0.0], [0.5], [1.0]]]), directions, kappa=1.0)
+    >>> directed(torch.ones(1, 3, 2), None, torch.tensor([[[0.0], [0.5], [1.0]]]), directions, kappa=1.0)[0]
     tensor([[[1.0000, 0.1000],
              [1.0000, 0.5500],
              [1.0000, 1.0000]]])
     """
     along, elsewhere = freedom(directions, kappa)
     elsewhere = elsewhere.view(-1, 1, 1)
-    inside = (change @ directions.vectors) * (along.unsqueeze(1) - elsewhere)
-    return torch.lerp(elsewhere * change + inside @ directions.vectors.mT, change, share)
+    inputs = change.shape[2]
+    weights, last = directions.vectors[:, :inputs], directions.vectors[:, inputs:]
+    inside = change @ weights if bias is None else change @ weights + bias * last
+    inside = inside * ((1 - share) * (along.unsqueeze(1) - elsewhere))
+    outside = torch.lerp(elsewhere.expand_as(share), torch.ones_like(share), share)
+    moved = outside * change + inside @ weights.mT
+    return moved, None if bias is None else outside * bias + (inside * last).sum(2, keepdim=True)

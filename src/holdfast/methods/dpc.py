@@ -1,12 +1,12 @@
 """Plasticity by direction: frozen neurons still learn where no old input lies."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
@@ -18,8 +18,8 @@ from holdfast.methods.npc import NPC, limit_all_
 from holdfast.methods.settings import Count, Fraction, Positive
 from holdfast.neurons import Layer
 from holdfast.neurons.rows import Layout, batched, group_rows
-from holdfast.samples import device_of, samples_of
-from holdfast.taps import module_inputs
+from holdfast.samples import Batch, device_of, samples_of
+from holdfast.taps import CallTap, module_inputs
 
 _CHUNK = 2**26  # elements of unfolded inputs at once
 
@@ -34,14 +34,20 @@ class Side(NamedTuple):
     """The indices of the weight, and of the bias if it has a gradient, among the changing tensors."""
     directions: Directions
 
-    def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Weight and bias as one matrix, `[groups, neurons, inputs]`. The column of a missing bias is 0."""
-        matrix = self.layout.joined(*(tensors[index] for index in self.indices)).to(self.directions.vectors.dtype)
-        return pad(matrix, (0, self.directions.vectors.shape[1] - matrix.shape[2]))
+    def matrices(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The weight, `[groups, neurons, inputs]`, and the bias, `[groups, neurons, 1]`, if it has a gradient.
 
-    def write_(self, tensors: Sequence[Tensor], matrix: Tensor) -> None:
-        """The inverse of `matrix`, in place."""
-        self.layout.write_(matrix, *(tensors[index] for index in self.indices))
+        They are not joined into one matrix: products with an odd number of inputs are slow on a GPU.
+        """
+        weight, *bias = (tensors[index].to(self.directions.vectors.dtype) for index in self.indices)
+        return self.layout.matrix(weight), bias[0].view(self.layout.groups, -1, 1) if bias else None
+
+    def write_(self, tensors: Sequence[Tensor], matrices: tuple[Tensor, Tensor | None]) -> None:
+        """The inverse of `matrices`, in place."""
+        weight = tensors[self.indices[0]]
+        weight.copy_(self.layout.weight(matrices[0], weight.shape))
+        if matrices[1] is not None:
+            tensors[self.indices[1]].copy_(matrices[1].reshape(-1))
 
 
 def direct_all_(
@@ -64,14 +70,19 @@ def direct_all_(
     """
     split = torch.split(shares, widths)
     for side in sides:
-        now = side.matrix(changing)
-        share = split[side.number].to(now).view(side.layout.groups, -1, 1)
+        weight, bias = side.matrices(changing)
+        share = split[side.number].to(weight).view(side.layout.groups, -1, 1)
         if before is None:
-            side.write_(changing, directed(now, share, side.directions, kappa))
-        else:
-            old = side.matrix(before)
-            moved = old + directed(now - old, share, side.directions, kappa)
-            side.write_(changing, torch.where(share == 1, now, moved))
+            side.write_(changing, directed(weight, bias, share, side.directions, kappa))
+            continue
+        old_weight, old_bias = side.matrices(before)
+        change = None if bias is None or old_bias is None else bias - old_bias
+        moved, moved_bias = directed(weight - old_weight, change, share, side.directions, kappa)
+        plastic = share == 1  # to the bit
+        moved = torch.where(plastic, weight, old_weight + moved)
+        if bias is not None and old_bias is not None and moved_bias is not None:
+            moved_bias = torch.where(plastic, bias, old_bias + moved_bias)
+        side.write_(changing, (moved, moved_bias))
 
 
 class DPC(NPC):
@@ -99,6 +110,8 @@ class DPC(NPC):
         example: one batch of inputs, as in `NPC`.
         samples: the number of samples per task on which A is measured, the first of its batches; all if None.
         rank: the number of directions of A kept per layer; all if None. The others share their mean eigenvalue.
+        every: for tasks whose ends are unknown: A grows by rate * every * E[a a^T], normalized as above, measured
+            every so many steps on the first `samples` samples of the training batch. `consolidate` then does nothing.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = DPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
@@ -117,11 +130,13 @@ class DPC(NPC):
         "_vectors": AS_BEFORE,
         "_values": AS_BEFORE,
         "_rest": AS_BEFORE,
+        "steps": PLAIN,
     }
 
     kappa: float
     samples: int | None
     rank: int | None
+    every: int | None
 
     def __init__(
         self,
@@ -137,15 +152,19 @@ class DPC(NPC):
         example: Any = None,
         samples: Count = 4096,
         rank: Count = None,
+        every: Count = None,
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free, observe=observe, example=example)
-        self._set(kappa=kappa, samples=samples, rank=rank)
-        self.tasks = 0
+        self._set(kappa=kappa, samples=samples, rank=rank, every=every)
+        self.tasks = self.steps = 0
         self._vectors: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
         for _, layer, parts in self._sided():
             self._keep(layer.name, self._nothing(layer, parts))
+        self._calls = CallTap(self.model) if every else None
+        if self._calls is not None:
+            weakref.finalize(self, self._calls.close).atexit = False
 
     # ---- the layers ----
 
@@ -216,36 +235,72 @@ class DPC(NPC):
 
     # ---- the end of a task ----
 
-    @torch.no_grad()
-    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
-        moments = self._moments(batches)
-        self._sum_over_processes(moments.values())
-        found = {}
-        for _, layer, (weight, *_) in self._sided():
-            check_finite(layer.name, moments[layer.name])
-            before = Directions(*(each.double() for each in self._directions(layer, weight.device)))
-            newest = leading(dense(before) + normalized(moments[layer.name]), self.rank)
-            found[layer.name] = Directions(*(each.to(precise(weight.dtype)) for each in newest))
-        return partial(self._remember, found)
+    def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit | None:
+        if self.every is not None:
+            return None
+        return partial(self._remember, self._with(self._measured(batches, self.samples)))
+
+    def _with(self, moments: Mapping[str, Tensor], weight: float = 1.0) -> dict[str, Directions]:
+        """A plus weighted second moments of further inputs, by layer."""
+        return {
+            layer.name: self._sum(self._directions(layer, moments[layer.name].device), weight * moments[layer.name])
+            for _, layer, _ in self._sided()
+        }
+
+    def _sum(self, before: Directions, moment: Tensor) -> Directions:
+        """Directions of a known second moment plus another one."""
+        total = dense(Directions(*(each.double() for each in before))) + moment
+        return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
 
     def _remember(self, found: Mapping[str, Directions]) -> None:
         for name, directions in found.items():
             self._keep(name, directions)
         self.tasks += 1
 
-    def _moments(self, batches: Iterable[Any]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def _measured(self, batches: Iterable[Any], samples: int | None) -> dict[str, Tensor]:
+        """A of each layer on the first samples of the batches, in float64."""
+        moments = self._moments(batches, samples)
+        self._sum_over_processes(moments.values())
+        for name, moment in moments.items():
+            check_finite(name, moment)
+        return {name: normalized(moment) for name, moment in moments.items()}
+
+    def _moments(self, batches: Iterable[Any], samples: int | None) -> dict[str, Tensor]:
         """The sums of a a^T over all inputs of each layer on the batches, in float64."""
         biased = {layer.name: len(parts) > 1 for _, layer, parts in self._sided()}
         modules = {(layer.name, module): module for _, layer, _ in self._sided() for module in layer.modules}
         sums = {layer.name: dense(self._nothing(layer, parts)).double() for _, layer, parts in self._sided()}
         count = 0
-        for inputs in module_inputs(self.model, modules, samples_of(batches, self.samples, device_of(self.model))):
+        for inputs in module_inputs(self.model, modules, samples_of(batches, samples, device_of(self.model))):
             count += 1
             for (name, module), given in inputs.items():
                 for x in given:
                     sums[name] += _second_moment(module, x, bias=biased[name])
         check_samples(count)
         return sums
+
+    # ---- without task boundaries ----
+
+    def _update(self) -> None:
+        super()._update()
+        call = None if self._calls is None else self._calls.take()
+        if self.every is None or call is None:
+            return
+        self.steps += 1
+        if self.steps % self.every == 0:
+            moments = self._measured([Batch(call.args, call.kwargs, labels=None)], self.samples)
+            weight = min(1.0, self.rate * self.every)
+            self._remember(self._with(moments, weight))
+
+    @property
+    def _recordable(self) -> bool:
+        return self.every is None  # its steps differ
+
+    def _close(self) -> None:
+        super()._close()
+        if self._calls is not None:
+            self._calls.close()
 
 
 def _second_moment(module: nn.Module, x: Tensor, *, bias: bool) -> Tensor:

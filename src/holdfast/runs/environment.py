@@ -49,7 +49,7 @@ def numerics(plan: Plan) -> Iterator[None]:
     convolutions = torch.backends.cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_WORKSPACE)
-    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("highest" if plan.precision == "float32" else "high")
     torch.backends.cudnn.allow_tf32 = plan.precision == "tf32"
     if plan.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS requires it

@@ -76,7 +76,7 @@ def samples_of(batches: Iterable[Any], budget: int | None, device: torch.device)
     for raw in batches:
         if left == 0:
             return
-        batch = read(raw, device)
+        batch = raw if isinstance(raw, Batch) else read(raw, device)
         if batch.size == 0:
             continue
         if left is not None:
