@@ -174,7 +174,7 @@ def test_every_method_in_one_graph(name: str) -> None:
 
 
 @pytest.mark.skipif("inductor" not in BACKENDS, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["npc", "lwf", "ssl"])
+@pytest.mark.parametrize("name", ["npc", "lwf", "ssl", "compact"])
 def test_a_run_does_not_reuse_code_compiled_for_a_method_without_hooks(name: str) -> None:
     """One process, several runs, as in a study."""
     made, settings = stream(), {"rate": 0.1} if name == "npc" else {}

@@ -18,7 +18,10 @@ from holdfast.methods.building import build, check, defaults_of, joined_settings
 Batches = list[tuple[Tensor, Tensor]]
 
 ALONE = ("finetune", "joint", "separate")
-STACKS = ["lwf+npc", "npc+lwf", "ewc+npc", "npc+ewc", "si+cpc", "lwf+ewc+npc", "ewc+mas", "ssl+npc", "lwf+si"]
+STACKS = [
+    *("lwf+npc", "npc+lwf", "ewc+npc", "npc+ewc", "si+cpc", "lwf+ewc+npc", "ewc+mas", "ssl+npc", "lwf+si"),
+    *("compact+npc", "compact+dpc", "lwf+compact+dpc"),
+]
 
 
 def task(seed: int, count: int = 4) -> Batches:
@@ -397,7 +400,8 @@ def test_a_nested_state_goes_on_bit_for_bit(name: str, kind: type[Optimizer], tm
     go_on(resumed, again, 1)
     assert_same_bits(parameters_of(model), parameters_of(resumed))
     assert_same_bits(memory_of(method), memory_of(again))
-    assert len(memory_of(method)) > len(memory_of(list(method.parts.values())[-1]))
+    inner = memory_of(list(method.parts.values())[-1])
+    assert len(memory_of(method)) > len(inner) or not method.remembers
 
 
 def test_a_nested_state_of_another_stack_changes_nothing() -> None:

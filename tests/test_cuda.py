@@ -130,7 +130,7 @@ def test_the_same_bits_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-STACKS = ("lwf+npc", "ewc+cpc", "ssl+npc", "lwf+dpc")
+STACKS = ("lwf+npc", "ewc+cpc", "ssl+npc", "lwf+dpc", "compact+dpc")
 
 
 def two_tasks(name: str, device: str) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""On a small real stream, five pairs of handwritten digits, every method forgets less than fine-tuning."""
+"""On a small real stream, five pairs of handwritten digits, every method forgets less than fine-tuning.
+
+Compact does not by itself: it makes room for a method that does.
+"""
 
 from functools import cache
 from typing import Any
@@ -23,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what differs from the defaults: tasks
     "si": {"strength": 1.0},
 }
 BOUNDS = {"finetune", "joint", "separate"}
+HELPERS = {"compact"}
 
 
 @cache
@@ -80,7 +84,7 @@ def test_fine_tuning_forgets() -> None:
     assert forgetting("finetune") > 0.08
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - BOUNDS))
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - BOUNDS - HELPERS))
 def test_a_method_forgets_less_and_still_learns(name: str) -> None:
     assert forgetting(name) < 0.5 * forgetting("finetune")
     assert learned(name) > 0.9

@@ -76,11 +76,20 @@ def test_halves_of_a_batch_on_two_processes(given: str) -> None:
                 torch.testing.assert_close(result[part][name], value, rtol=1e-10, atol=1e-12)
 
 
-def two_tasks(name: str, wrap: bool, share: slice) -> dict[str, Any]:
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in METHODS},
+    "compact": ("compact", {"weight": 0.0}),  # an effective rank is not a mean over samples
+    "dpc without boundaries": ("dpc", {"every": 2}),
+}
+
+
+def two_tasks(case: str, wrap: bool, share: slice) -> dict[str, Any]:
     """What a method makes of a model, and remembers, when it learns from this share of every batch."""
+    name, knobs = CASES[case]
     inner = build()
     model = DistributedDataParallel(inner) if wrap else inner
-    knobs = {"free": [inner[5]]} if METHODS[name].needs.heads else {}
+    if METHODS[name].needs.heads:
+        knobs = {**knobs, "free": [inner[5]]}
     optimizer = METHODS[name](model, SGD(model.parameters(), lr=0.1), **knobs)
     torch.manual_seed(5)
     for _ in range(2):
@@ -96,21 +105,21 @@ def worker_of_all_methods(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     half = BATCH // 2
     share = slice(rank * half, (rank + 1) * half)
-    torch.save({name: two_tasks(name, True, share) for name in METHODS}, Path(folder) / f"{rank}.pt")
+    torch.save({case: two_tasks(case, True, share) for case in CASES}, Path(folder) / f"{rank}.pt")
     leave()
 
 
 def test_every_method_on_two_processes() -> None:
-    expected = {name: two_tasks(name, False, slice(None)) for name in METHODS}
+    expected = {case: two_tasks(case, False, slice(None)) for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker_of_all_methods, args=(folder,), nprocs=2)
         results = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     for result in results:
-        for name in METHODS:
-            assert result[name].keys() == expected[name].keys()
-            for key, value in expected[name].items():
+        for case in CASES:
+            assert result[case].keys() == expected[case].keys()
+            for key, value in expected[case].items():
                 near = 1e-6 if key.startswith("/vectors") else 1e-12  # as exact as eigenvalues are apart
-                torch.testing.assert_close(result[name][key], value, rtol=1e-9, atol=near, msg=f"{name} {key}")
+                torch.testing.assert_close(result[case][key], value, rtol=1e-9, atol=near, msg=f"{case} {key}")
 
 
 def broadcasting_worker(rank: int, folder: str) -> None:

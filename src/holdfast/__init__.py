@@ -6,10 +6,26 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.methods import CPC, DPC, EWC, KFAC, MAS, METHODS, NPC, SI, SSL, FineTune, Joint, LwF, Separate
+    from holdfast.methods import (
+        CPC,
+        DPC,
+        EWC,
+        KFAC,
+        MAS,
+        METHODS,
+        NPC,
+        SI,
+        SSL,
+        Compact,
+        FineTune,
+        Joint,
+        LwF,
+        Separate,
+    )
 
 __all__ = [
     "CPC",
+    "Compact",
     "DPC",
     "EWC",
     "FineTune",

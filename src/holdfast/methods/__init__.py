@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.registry import Registry
 
 if TYPE_CHECKING:
+    from holdfast.methods.compact import Compact
     from holdfast.methods.cpc import CPC
     from holdfast.methods.dpc import DPC
     from holdfast.methods.ewc import EWC
@@ -34,6 +35,7 @@ METHODS: Registry["type[Method]"] = Registry(
         "mas": "holdfast.methods.mas:MAS",
         "si": "holdfast.methods.si:SI",
         "ssl": "holdfast.methods.ssl:SSL",
+        "compact": "holdfast.methods.compact:Compact",
         "lwf": "holdfast.methods.lwf:LwF",
         "finetune": "holdfast.methods.finetune:FineTune",
         "joint": "holdfast.methods.joint:Joint",
@@ -77,6 +79,7 @@ __all__ = [
     "BOUNDS",
     "METHODS",
     "CPC",
+    "Compact",
     "DPC",
     "EWC",
     "FineTune",
