@@ -1,0 +1,255 @@
+"""Ablations of DPC: iCIFAR100, five tasks, with one change at a time, evaluated on validation images.
+
+    python results/ablations.py --data ~/datasets             # all of them
+    python results/ablations.py "product form" --seeds 3
+
+The length of an epoch is the number of images in the copy of CIFAR-100: use `--epochs 30` with all of it, 60 with only
+50 classes. Each run is a file in results/ablations/ with its record as JSON. Existing files are not run again.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.directions import Directions, capacity, dense, leading
+from holdfast.methods import DPC, METHODS
+from holdfast.runs.plan import Plan
+from holdfast.runs.training import train
+from holdfast.streams import build_stream
+from holdfast.study.paper import TASKS
+from holdfast.study.store import write_json
+from holdfast.study.tables import percent
+
+# ---- other forms of the update ----
+
+
+class InputSide(DPC):
+    """dW = G P for all neurons; before the first task ends, dW = G. The plasticity of neurons is left out."""
+
+    def _change(self, shares: Tensor) -> None:
+        super()._change(torch.zeros_like(shares) if self.tasks else torch.ones_like(shares))
+
+
+class Product(DPC):
+    """dW = s G P. A frozen neuron does not change at all."""
+
+    def _change(self, shares: Tensor) -> None:
+        if self.tasks:
+            for number, layer, _ in self._sided():
+                share = torch.split(shares, self._widths)[number]
+                for parameter, spread in layer.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(spread(share.to(parameter.grad)))
+            super()._change(torch.zeros_like(shares))
+        else:
+            super()._change(shares)
+
+
+class FinishedTasks(DPC):
+    """Plasticity from the importance on finished tasks only: its maximum over tasks, measured afresh in each."""
+
+    def _kept(self) -> Tensor:
+        if not hasattr(self, "_maximum"):
+            self._maximum = torch.zeros_like(self._importance)
+        return self._maximum
+
+    def _change(self, shares: Tensor) -> None:
+        from holdfast.plasticity import plasticity
+
+        shares = plasticity(self._kept(), beta=self.beta, gain=self.gain) if self.tasks else torch.ones_like(shares)
+        super()._change(shares)
+
+    def _remember(self, found: Mapping[str, Directions]) -> None:
+        super()._remember(found)
+        torch.maximum(self._kept(), self._importance, out=self._kept())
+        self._importance.zero_()
+
+
+class WarmHead(DPC):
+    """Only the head learns in the first steps of a new task."""
+
+    steps_of_head = 146  # a twentieth of a task
+
+    def _change(self, shares: Tensor) -> None:
+        if self.tasks:
+            if not hasattr(self, "_count"):
+                self._count = torch.zeros((), device=shares.device)
+            self._count += 1
+            moves = (self._count > self.steps_of_head).to(shares)
+            for parameter, _, _ in self._moving():
+                parameter.grad.mul_(moves)  # type: ignore[union-attr]
+        super()._change(shares)
+
+    def _remember(self, found: Mapping[str, Directions]) -> None:
+        super()._remember(found)
+        if hasattr(self, "_count"):
+            self._count.zero_()
+
+
+# ---- other ways to sum A over tasks ----
+
+
+class Mean(DPC):
+    """A is the mean over finished tasks, not the sum."""
+
+    def _sum(self, before: Directions, moment: Tensor) -> Directions:
+        total = (dense(Directions(*(each.double() for each in before))) * self.tasks + moment) / (self.tasks + 1)
+        return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
+
+
+class Maximum(DPC):
+    """A is the least upper bound of two tasks: a direction needed by both counts once."""
+
+    def _sum(self, before: Directions, moment: Tensor) -> Directions:
+        old = dense(Directions(*(each.double() for each in before)))
+        values, vectors = torch.linalg.eigh(moment - old)
+        return super()._sum(before, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT)
+
+
+class Decaying(DPC):
+    """Earlier tasks count half as much with each task."""
+
+    def _sum(self, before: Directions, moment: Tensor) -> Directions:
+        return super()._sum(Directions(before.vectors, before.values / 2, before.rest / 2), moment)
+
+
+class Kronecker(DPC):
+    """A as channels x positions, for convolutions and for the layer behind the flatten: one small matrix each."""
+
+    positions: Mapping[str, int] = {"conv1": 9, "conv2": 9, "conv3": 9, "hidden": 16}
+    """The positions of the paper's network: those of a kernel, or of the flattened map."""
+
+    def _measured(self, batches: Any, samples: int | None) -> dict[str, Tensor]:
+        return {name: self._factored(name, moment) for name, moment in super()._measured(batches, samples).items()}
+
+    def _factored(self, name: str, moment: Tensor) -> Tensor:
+        inputs, p = moment.shape[1] - 1, self.positions[name]  # the bias, the last, is kept apart
+        blocks = moment[0, :inputs, :inputs].view(inputs // p, p, inputs // p, p)
+        channels, positions = blocks.diagonal(dim1=1, dim2=3).sum(-1), blocks.diagonal(dim1=0, dim2=2).sum(-1)
+        result = torch.zeros_like(moment)
+        result[0, :inputs, :inputs] = torch.kron(channels, positions) / channels.trace()
+        result[0, inputs, inputs] = moment[0, inputs, inputs]
+        return result
+
+
+class LayerKappa(DPC):
+    """kappa by layer, such that the first task takes the same share of every layer."""
+
+    share = 0.7
+
+    def _scaled(self, directions: Directions) -> Directions:
+        low, high = 1e-4, 1e4
+        for _ in range(40):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if float(capacity(directions, middle)) > self.share else (middle, high)
+        return Directions(directions.vectors, directions.values * low / self.kappa, directions.rest * low / self.kappa)
+
+    def _measured(self, batches: Any, samples: int | None) -> dict[str, Tensor]:
+        """Each A scaled, which is the same as another kappa for its layer."""
+        return {
+            name: dense(self._scaled(leading(moment, None)))
+            for name, moment in super()._measured(batches, samples).items()
+        }
+
+
+for _kind in (InputSide, Product, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
+    METHODS[_kind.__name__.lower()] = _kind
+
+# ---- the rows ----
+
+
+@dataclass(frozen=True)
+class Ablation:
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lr: float = 0.1
+    decay: float = 1.0
+
+    def plan(self, seed: int, epochs: float, **others: Any) -> Plan:
+        others = {"evaluate_on": "validation", **others}
+        return Plan(self.method, self.settings, seed=seed, lr=self.lr, decay=self.decay, epochs=epochs, **others)
+
+
+CHOSEN: dict[str, Any] = {"beta": 0.4, "kappa": 100.0, "rank": 128}
+
+
+def around(weight: float = 0.1, temperature: float = 2.0, **settings: Any) -> dict[str, Any]:
+    """Settings of LwF around DPC."""
+    inner = {f"dpc.{name}": value for name, value in {**CHOSEN, "beta": 0.5, "kappa": 10.0, **settings}.items()}
+    return {"lwf.weight": weight, "lwf.temperature": temperature, **inner}
+
+
+ABLATIONS = {
+    "dpc": Ablation("dpc", CHOSEN),
+    "dpc, 1024 samples": Ablation("dpc", {**CHOSEN, "samples": 1024}),
+    "dpc, own windows of 2000 steps": Ablation("dpc", {**CHOSEN, "every": 2000}),
+    "dpc, own windows of 2000 steps, kappa 10": Ablation("dpc", {**CHOSEN, "every": 2000, "kappa": 10.0}),
+    "input side alone": Ablation("inputside", {**CHOSEN, "kappa": 30.0}, lr=0.05),
+    "product form": Ablation("product", {**CHOSEN, "beta": 1.0, "kappa": 10.0}),
+    "kronecker": Ablation("kronecker", {**CHOSEN, "rank": None}),
+    "mean over tasks": Ablation("mean", CHOSEN),
+    "maximum over tasks": Ablation("maximum", CHOSEN),
+    "earlier tasks count less": Ablation("decaying", CHOSEN),
+    "kappa by layer": Ablation("layerkappa", CHOSEN),
+    "plasticity from finished tasks": Ablation("finishedtasks", CHOSEN),
+    "head warmed up": Ablation("warmhead", CHOSEN),
+    "dpc, rate decays to 0.1": Ablation("dpc", CHOSEN, decay=0.1),
+    "dpc, rate 0.2 decays to 0.03": Ablation("dpc", CHOSEN, lr=0.2, decay=0.03),
+    "dpc, rate decays to 0.1, kappa 30": Ablation("dpc", {**CHOSEN, "kappa": 30.0}, decay=0.1),
+    "lwf+dpc": Ablation("lwf+dpc", around()),
+    "lwf+dpc, rate decays to 0.1": Ablation("lwf+dpc", around(), decay=0.1),
+    "lwf+dpc, rate 0.2 decays to 0.03": Ablation("lwf+dpc", around(), lr=0.2, decay=0.03),
+    "lwf+dpc, weight 0.2": Ablation("lwf+dpc", around(weight=0.2)),
+    "lwf+dpc, temperature 1": Ablation("lwf+dpc", around(temperature=1.0)),
+    "lwf+dpc, temperature 4": Ablation("lwf+dpc", around(temperature=4.0)),
+    "fine-tuning, rate decays to 0.1": Ablation("finetune", lr=0.05, decay=0.1),
+    "npc, rate decays to 0.1": Ablation("npc", {"beta": 0.7, "rate": 5e-4}, decay=0.1),
+    "ewc, rate decays to 0.1": Ablation("ewc", {"strength": 300.0}, lr=0.05, decay=0.1),
+    "lwf, rate decays to 0.1": Ablation("lwf", {"weight": 0.1}, lr=0.05, decay=0.1),
+    "joint, rate decays to 0.1": Ablation("joint", lr=0.05, decay=0.1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="an ablation; all by default", metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=float, default=30)
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "ablations")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(ABLATIONS):
+        parser.error(f"unknown ablation {', '.join(sorted(unknown))}; available: {'; '.join(ABLATIONS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.is_available()
+    how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}
+    stream = build_stream("icifar100", options.data, tasks=TASKS)
+    for name in options.names or ABLATIONS:
+        for seed in range(options.seeds):
+            path = options.out / f"{file_name(name)}-{seed}.json"
+            if path.exists():
+                continue
+            record = train(stream, ABLATIONS[name].plan(seed, options.epochs, **how))
+            write_json(path, {"name": name, **dataclasses.asdict(record)})
+            final = record.failure["why"] if record.failure else f"{percent(record.summary['final'])}%"
+            print(f"{name}, seed {seed}: {final}", flush=True)
+
+
+def file_name(name: str) -> str:
+    """The start of the name of a row's files.
+
+    >>> file_name("lwf+dpc, weight 0.2")
+    'lwf+dpc-weight-0.2'
+    """
+    return name.replace(",", "").replace(" ", "-")
+
+
+if __name__ == "__main__":
+    main()
