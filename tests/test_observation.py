@@ -2,14 +2,18 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from helpers import Block, gradient_at, mlp, normalized_taylor, train
+from holdfast.taps.hooks import tensors_in
 
 
 class Functional(nn.Module):
@@ -217,6 +221,50 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str, str, 
         "0",
         2,
     ),
+    "a skip around a layer norm": (
+        lambda: Functional(
+            lambda m, x: ((y := m.stem(x)) + m.up(m.norm(y))).tanh().mean(1),
+            stem=nn.Linear(4, 6),
+            norm=nn.LayerNorm(6),
+            up=nn.Linear(6, 6),
+        ),
+        lambda: torch.randn(5, 3, 4),
+        "stem",
+        "stem",
+        2,
+    ),
+    "a skip behind the normalization": (
+        lambda: Functional(
+            lambda m, x: pooled((y := m.norm(m.conv(x))) + m.second(F.relu(y))).tanh(),
+            conv=conv(),
+            norm=nn.BatchNorm2d(4),
+            second=second(),
+        ),
+        images,
+        "conv",
+        "norm",
+        1,
+    ),
+    "something without a gradient is added": (
+        lambda: Functional(
+            lambda m, x: m.norm(x + m.linear(x)).tanh().mean(1), linear=nn.Linear(4, 4), norm=nn.LayerNorm(4)
+        ),
+        lambda: torch.randn(5, 3, 4),
+        "linear",
+        "linear",
+        2,
+    ),
+    "an activation that adds a number": (
+        lambda: Functional(
+            lambda m, x: pooled(m.norm((y := m.conv(x)) * F.relu6(y + 3) / 6)).tanh(),
+            conv=conv(),
+            norm=nn.BatchNorm2d(4),
+        ),
+        images,
+        "conv",
+        "norm",
+        1,
+    ),
     "called with a keyword": (
         lambda: Functional(lambda m, x: pooled(m.norm(input=m.conv(x))).relu(), conv=conv(), norm=nn.InstanceNorm2d(4)),
         images,
@@ -349,6 +397,85 @@ def test_two_layers_may_be_observed_at_their_sum() -> None:
     optimizer = step_once(holdfast.NPC(model, sgd, rate=1.0, observe={"a": "norm", "b": "norm"}), x)
     for layer in ("a", "b"):
         torch.testing.assert_close(optimizer.importance[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+def sum_at(model: nn.Module, x: Tensor, *names: str) -> Tensor:
+    """The statistic of eq. 2, summed over the outputs of several modules, with a mean of 1."""
+    total = torch.zeros(())
+    for name in names:
+        n, g = gradient_at(model, name, x)
+        total = total + (n * g).mean((2, 3)).abs().mean(0)
+    return total / total.mean()
+
+
+@pytest.mark.parametrize("rehearsed", [False, True], ids=["in training", "by sample"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(4, 4)])
+def test_a_skip_around_a_normalization_of_single_neurons_is_measured_on_both_ways(
+    norm: nn.Module, rehearsed: bool
+) -> None:
+    model = Functional(
+        lambda m, x: pooled((y := m.stem(x)) + m.second(F.relu(m.norm(y)))).tanh(),
+        stem=conv(), norm=copy.deepcopy(norm), second=second(),
+    )  # fmt: skip
+    x, sgd = images(), torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = holdfast.NPC(model, sgd, rate=1.0, example=x if rehearsed else None)
+    for _ in range(3):
+        expected = sum_at(model, x, "stem", "norm")
+        step_once(optimizer, x)
+        torch.testing.assert_close(optimizer.importance["stem"], expected, rtol=1e-4, atol=1e-5)
+
+
+@dataclass
+class Outputs:
+    hidden: Tensor
+    normalized: list[Tensor]
+
+
+@pytest.mark.parametrize("kind", [dict, Outputs, lambda **named: tuple(named.values())], ids=["dict", "class", "tuple"])
+def test_a_model_may_return_what_it_normalizes(kind: Callable[..., Any]) -> None:
+    model = Functional(
+        lambda m, x: kind(hidden=(y := m.stem(x)), normalized=[m.norm(y)]),
+        stem=nn.Linear(4, 6), norm=nn.LayerNorm(6),
+    )  # fmt: skip
+    x = torch.randn(5, 4)
+    y = model.stem(x)
+    y.retain_grad()
+    (y.square().mean() + model.norm(y).tanh().mean()).backward()
+    assert y.grad is not None
+    expected = normalized_taylor(y.detach(), y.grad, 1)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0)
+    optimizer.zero_grad()
+    hidden, normalized = tensors_in(model(x))
+    (hidden.square().mean() + normalized.tanh().mean()).backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.importance["stem"], expected)
+
+
+def test_a_branch_inside_a_checkpoint_over_several_forwards() -> None:
+    plain = Functional(
+        lambda m, x: ((y := m.stem(x)) + m.up(F.dropout(m.norm(y), 0.0))).tanh(),
+        stem=nn.Linear(4, 6), norm=nn.LayerNorm(6), up=nn.Linear(6, 6),
+    )  # fmt: skip
+    model = Functional(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=plain)
+    parts = [torch.randn(5, 4) for _ in range(2)]
+    pairs = [gradient_at(plain, "stem", x) for x in parts]
+    expected = normalized_taylor(torch.cat([n for n, _ in pairs]), torch.cat([g for _, g in pairs]), 1)
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0)
+    for x in parts:
+        model(x).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.importance["inner.stem"], expected)
+
+
+def test_a_normalization_on_a_branch_belongs_to_its_layer() -> None:
+    build, batch, _, _, _ = CASES["a skip around a layer norm"]
+    model, x = build(), batch()
+    optimizer = holdfast.NPC(model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0, beta=0.95)
+    before = model.norm.weight.detach().clone()
+    step_once(optimizer, x)  # no warning about the norm
+    frozen = optimizer.plasticity["stem"] == 0
+    assert 0 < frozen.sum() < 6
+    assert torch.equal(model.norm.weight.detach() == before, frozen)
 
 
 def test_a_module_called_twice_is_one_set_of_neurons() -> None:

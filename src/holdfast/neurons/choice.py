@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from holdfast.neurons.chains import Chain
+from holdfast.neurons.kinds import NORMS, normalizes_singly
 from holdfast.neurons.layers import Layer
 from holdfast.neurons.protocols import MeasuresImportance
 from holdfast.neurons.wiring import Wiring
@@ -24,6 +25,8 @@ class Trace:
         """Layers whose neurons a module showed, in the order of its calls. None stands for no layer."""
         self.ends: set[Site] = set()
         """Ends of chains that showed a layer's neurons."""
+        self.branching: set[Layer] = set()
+        """Layers whose outputs were used by something else than a normalization that shows them."""
         self.calls: Counter[nn.Module] = Counter()
         self.overwritten: set[nn.Module] = set()
         """Modules whose tapped outputs were changed in place afterwards."""
@@ -48,12 +51,14 @@ class Tap:
     """A point of measurement: the output of `module`, laid out as the output of `origin`.
 
     The two differ if the tap is at the end of a chain behind `origin`. With `copy` the output is copied, because the
-    model changes it in place. `fused` is the module itself if it can measure.
+    model changes it in place. `fused` is the module itself if it can measure. The affine parameters of `norms` belong
+    to the layers.
     """
 
     module: nn.Module
     origin: nn.Module
     sites: tuple[Site, ...]
+    norms: tuple[nn.Module, ...]
     copy: bool
     fused: MeasuresImportance | None
 
@@ -69,7 +74,8 @@ def site_at(wiring: Wiring, layer: Layer, module: nn.Module) -> Site:
 
 def choose_taps(wiring: Wiring, trace: Trace, hooked: Collection[nn.Module]) -> list[Tap]:
     """Choose the taps of the traced modules. A module among `hooked` may hand its output to others."""
-    origins = _origins(wiring, trace)
+    followers = _followers(wiring, trace)
+    origins = _origins(wiring, trace, followers)
     taps_per_layer = Counter(layer for layers in origins.values() for layer in layers)
     taps = []
     for origin, layers in origins.items():
@@ -79,7 +85,8 @@ def choose_taps(wiring: Wiring, trace: Trace, hooked: Collection[nn.Module]) -> 
         fused = _fused(origin, end or origin, layers, trace)
         module = origin if fused is not None or end is None else end
         sites = tuple(site_at(wiring, layer, origin) if module is origin else (layer, module) for layer in layers)
-        taps.append(Tap(module, origin, sites, module in trace.overwritten, fused))
+        norms = [origin] if isinstance(origin, NORMS) else [n for layer in layers for n in followers.get(layer, [])]
+        taps.append(Tap(module, origin, sites, tuple(norms), module in trace.overwritten, fused))
     return taps
 
 
@@ -92,17 +99,32 @@ def shared_norms(wiring: Wiring, trace: Trace) -> dict[str, list[str]]:
     }
 
 
-def _origins(wiring: Wiring, trace: Trace) -> dict[nn.Module, list[Layer]]:
-    """Modules that show neurons, with their layers: normalizations first, own outputs for all other layers."""
-    origins: dict[nn.Module, list[Layer]] = {}
+def _followers(wiring: Wiring, trace: Trace) -> dict[Layer, list[nn.Module]]:
+    """Normalizations that follow each layer, and no other."""
+    followers: dict[Layer, list[nn.Module]] = {}
     for module, shown in trace.shown.items():
-        layers = [layer for layer in shown if layer is not None]
-        if module in wiring.observed or (module not in wiring.layer_of and len(layers) == len(shown) == 1):
-            origins[module] = layers
-    normalized = {layer for layers in origins.values() for layer in layers}
-    for module, shown in trace.shown.items():
-        layer = wiring.layer_of.get(module)
-        if layer in shown and layer is not None and layer not in normalized:
+        if module not in wiring.observed and module not in wiring.layer_of and len(shown) == 1:
+            (layer,) = shown
+            if layer is not None:
+                followers.setdefault(layer, []).append(module)
+    return followers
+
+
+def _origins(wiring: Wiring, trace: Trace, followers: dict[Layer, list[nn.Module]]) -> dict[nn.Module, list[Layer]]:
+    """Modules that show neurons, with their layers: chosen ones, normalizations, and the layers themselves.
+
+    A layer is shown by the normalizations behind it. If its output has other uses, too, it is shown by itself, and also
+    by those normalizations that hide each neuron's scale, because its own output shows nothing of what passes them.
+    """
+    origins = {
+        module: [layer for layer in shown if layer is not None]
+        for module, shown in trace.shown.items()
+        if module in wiring.observed
+    }
+    for layer, norms in followers.items():
+        origins |= {norm: [layer] for norm in norms if layer not in trace.branching or normalizes_singly(norm)}
+    for module, layer in wiring.layer_of.items():
+        if layer in trace.shown.get(module, []) and (layer not in followers or layer in trace.branching):
             origins[module] = [layer]
     return origins
 

@@ -22,6 +22,8 @@ POOLS = (
 # Positively homogeneous, each neuron on its own: f(a n) = a f(n) for a > 0.
 HOMOGENEOUS = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, *POOLS)
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 ACTIVATIONS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh),
@@ -31,6 +33,17 @@ ACTIVATIONS = (
 def width_of(module: nn.Module) -> int:
     """Number of neurons of a layer."""
     return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)  # type: ignore[arg-type]
+
+
+def normalizes_singly(norm: nn.Module) -> bool:
+    """Whether a normalization treats each neuron on its own, so that the loss does not depend on a neuron's scale.
+
+    >>> normalizes_singly(nn.BatchNorm2d(4)), normalizes_singly(nn.LayerNorm(4)), normalizes_singly(nn.GroupNorm(2, 4))
+    (True, False, False)
+    """
+    if isinstance(norm, nn.GroupNorm):
+        return norm.num_groups == norm.num_channels
+    return isinstance(norm, (*_INSTANCE_NORMS, *_BATCH_NORMS))
 
 
 def neuron_axis(module: nn.Module, output: Tensor) -> int:

@@ -1,6 +1,7 @@
 """The wiring of a model: the modules that can show the neurons of each layer.
 
-A layer is tapped at its own output, unless a normalization follows: then at the output of the normalization.
+A layer is tapped at its own output, unless all of its output passes through a normalization: then at the output of
+the normalization.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ class Wiring:
     """
 
     def __init__(self, model: nn.Module, layers: Collection[Layer], observed: Mapping[str, nn.Module]) -> None:
+        self.model = model
         self.names = {module: name for name, module in model.named_modules()}
         self.layer_of = {module: layer for layer in layers if layer.name not in observed for module in layer.modules}
         self.observed: dict[nn.Module, list[Layer]] = {}
@@ -40,7 +42,8 @@ class Wiring:
         return [
             module
             for module in self.names
-            if module in self.observed
+            if module is self.model
+            or module in self.observed
             or has_parameters(module)
             or isinstance(module, NORMS)
             or module in self.chain_ending_at

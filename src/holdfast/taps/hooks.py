@@ -3,7 +3,8 @@
 No other module of Holdfast registers hooks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -94,6 +95,19 @@ def is_hooked(module: nn.Module) -> bool:
 
 def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in an output, which may be a tuple, a list, a dict or a dataclass."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from tensors_in(tuple(output.values()))
+    elif isinstance(output, tuple | list):
+        for each in output:
+            yield from tensors_in(each)
+    elif is_dataclass(output):
+        yield from tensors_in(vars(output))
 
 
 def needs_grad(value: Any) -> bool:

@@ -22,9 +22,9 @@ from holdfast.neurons.choice import Site, Tap, Trace, choose_taps, shared_norms,
 from holdfast.neurons.kinds import NORMS
 from holdfast.neurons.layers import Layer
 from holdfast.neurons.observe import check_observed
-from holdfast.neurons.sources import label
+from holdfast.neurons.sources import label, layers_behind, used_by
 from holdfast.neurons.wiring import Wiring, has_parameters
-from holdfast.taps.hooks import Taps, first_input, is_hooked, needs_grad
+from holdfast.taps.hooks import Taps, first_input, is_hooked, needs_grad, tensors_in
 
 _NEEDS_EXAMPLE = (
     "holdfast has not yet found the taps of this model's neurons, and cannot trace inside a compiled graph: "
@@ -74,13 +74,15 @@ class ImportanceTaps:
         self._trace.calls[module] += 1
         for layer in self._wiring.observed.get(module, []):
             check_observed(layer.name, layer.modules[0], self._wiring.names[module], module, output)
-        outputs = [out for out in (output if isinstance(output, tuple | list) else [output]) if needs_grad(out)]
+        outputs = [out for out in tensors_in(output) if needs_grad(out)]
         if not outputs:
             return None
+        if module is self._model:
+            self._trace.branching |= layers_behind([out.grad_fn for out in outputs], self._wiring)
         if module not in self._wiring.observed:
             if module in self._wiring.chain_ending_at:
                 return self._trace_end(self._wiring.chain_ending_at[module], output)
-            if module in self._wiring.callers and not has_parameters(module):  # only its calls count
+            if (module is self._model or module in self._wiring.callers) and not has_parameters(module):
                 self._trace.add(module, [])
                 return None
             if isinstance(module, NORMS) and not needs_grad(first_input(args, kwargs)):
@@ -91,6 +93,7 @@ class ImportanceTaps:
         wiring = self._wiring
         layers, follows = wiring.shown(module, given, outputs[0]) if isinstance(output, Tensor) else ([], None)
         self._trace.add(module, layers or [None])
+        self._trace.branching |= used_by(outputs, wiring) - {*layers, follows}
         for layer in layers:
             outputs = [self._measure(outputs[0], site_at(wiring, layer, module), origin=module, at=module)]
         for out in outputs:
@@ -145,6 +148,7 @@ class ImportanceTaps:
             )
         taps = choose_taps(wiring, traced, {module for module in wiring.names if is_hooked(module)})
         self._replace({layer for tap in taps if tap.origin not in wiring.layer_of for layer in tap.layers})
+        self._share_carriers({site for tap in taps for site in tap.sites})
         for tap in taps:
             self._add(tap)
         self._keep_labeling()
@@ -153,11 +157,20 @@ class ImportanceTaps:
     def _add(self, tap: Tap) -> None:
         for layer, site in tap.sites:
             self.carriers[layer].tensor = self._candidates[layer, site]
-            if isinstance(tap.origin, NORMS):
-                layer.adopt(tap.origin, self._trained)
+            for norm in tap.norms:
+                layer.adopt(norm, self._trained)
         measurement = _Measurement(tap, [self.carriers[layer] for layer in tap.layers])
         measurement.hand_over()
         self._settled[measurement] = self._taps.on_output(tap.module, measurement, first=True)
+
+    def _share_carriers(self, sites: set[Site]) -> None:
+        """Let layers that are tapped at their own outputs and behind normalizations use one carrier for both."""
+        for layer, at in sites:
+            if at is None and (own := (layer, layer.modules[0])) in sites:
+                carrier, other = self._candidates[own], self._candidates[layer, None]
+                if carrier.grad is not None and other.grad is not None:
+                    carrier.grad += other.grad
+                self._candidates[layer, None] = carrier
 
     def _replace(self, layers: set[Layer]) -> None:
         """Remove the taps of these layers at their own outputs: a normalization follows them."""
