@@ -57,8 +57,11 @@ class ImportanceTaps:
         self._taps = Taps()
         self._settled: dict[_Measurement, RemovableHandle] = {}
         self._labels: dict[nn.Module, RemovableHandle] = {}
-        trace = torch.compiler.disable(self._trace_call, reason=_NEEDS_EXAMPLE)  # type: ignore[no-untyped-call]
-        self._tracing = {module: self._taps.on_output(module, trace, first=True) for module in self._wiring.traced}
+        self._trace_eagerly = torch.compiler.disable(self._trace_call, reason=_NEEDS_EXAMPLE)  # type: ignore[no-untyped-call]
+        self._tracing = {
+            module: self._taps.on_output(module, self._trace_unless_frozen, first=True)
+            for module in self._wiring.traced
+        }
         self._start_trace()
 
     def _start_trace(self) -> None:
@@ -66,6 +69,21 @@ class ImportanceTaps:
         self._candidates: dict[Site, Tensor] = {}  # carriers, of which one per layer will be chosen
 
     # ---- tracing ----
+
+    def _trace_unless_frozen(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Tensor | None:
+        """Trace a call. In a compiled graph, pass over frozen modules, of which there is nothing to trace."""
+        if torch.compiler.is_compiling() and self._is_frozen(module, args, kwargs, output):
+            return None
+        traced: Tensor | None = self._trace_eagerly(module, args, kwargs, output)
+        return traced
+
+    def _is_frozen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        """Whether no gradient reaches an output of `module`, or the layer before a normalization."""
+        if isinstance(module, NORMS) and module not in self._wiring.observed:
+            return not needs_grad(first_input(args, kwargs))
+        return not any(needs_grad(out) for out in tensors_in(output))
 
     def _trace_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
