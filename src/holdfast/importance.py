@@ -4,7 +4,7 @@ Equation numbers are those of Paik, Oh, Kwak, Kim, "Overcoming Catastrophic Forg
 Control". `docs/npc.md` derives them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,27 @@ class Observe(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (activation,) = ctx.saved_tensors
         return gradient, taylor(activation.detach(), gradient.detach(), ctx.axis), None, None
+
+
+class ObserveAgain(torch.autograd.Function):
+    """As `Observe`, for an activation that the model changes in place, without a copy of it.
+
+    Its backward computes the activation again, as `compute(given)`, from a tensor that autograd keeps in any case.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Tensor, carrier: Tensor, axis: int, given: Tensor, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.axis, ctx.compute = axis, compute
+        ctx.save_for_backward(given)
+        ctx.mark_dirty(activation)  # the output is the activation itself: as a view it could not be changed in place
+        return activation
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (given,) = ctx.saved_tensors
+        return gradient, taylor(ctx.compute(given).detach(), gradient.detach(), ctx.axis), None, None, None
 
 
 def layer_means(measured: Tensor, sizes: Tensor, widths: Sequence[int]) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from holdfast.importance import Observe
+from holdfast.importance import Observe, ObserveAgain
 from holdfast.neurons.layers import Layer
 
-_OBSERVE = f"{Observe.__name__}Backward"
+_OBSERVE = {f"{function.__name__}Backward" for function in (Observe, ObserveAgain)}
 
 
 def label(output: Tensor, owner: object, layer: Layer | None) -> None:
@@ -84,7 +84,7 @@ def _adds_constant(node: Node | None, owner: object) -> bool:
 
 def _earlier(node: Node) -> list[Node | None]:
     earlier = [each for each, _ in node.next_functions]
-    return earlier[:1] if node.name() == _OBSERVE else earlier  # the activation; the carrier is not a parameter
+    return earlier[:1] if node.name() in _OBSERVE else earlier  # the activation; the carrier is not a parameter
 
 
 def _metadata(node: Node) -> dict[Any, Any]:

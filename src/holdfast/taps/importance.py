@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.errors import warn
-from holdfast.importance import Observe, precise
+from holdfast.importance import Observe, ObserveAgain, precise
 from holdfast.neurons.chains import Chain
 from holdfast.neurons.choice import Site, Tap, Trace, choose_taps, shared_norms, site_at
 from holdfast.neurons.kinds import NORMS
 from holdfast.neurons.layers import Layer
 from holdfast.neurons.observe import check_observed
+from holdfast.neurons.renormalize import renormalization
 from holdfast.neurons.sources import label, layers_behind, used_by
 from holdfast.neurons.wiring import Wiring, has_parameters
 from holdfast.taps.hooks import Taps, first_input, is_hooked, needs_grad, tensors_in
@@ -295,10 +296,21 @@ class _Measurement:
             if tap.fused is not None and tap.fused.carrier is carrier.tensor:
                 return None
             axis = carrier.layer.axis_at(tap.origin, output)
-            output = _measured(output, carrier.tensor, axis, tap.copy)
+            output = self._measured(carrier.tensor, axis, first_input(args, kwargs), output)
         if not torch.compiler.is_compiling():
             self.hand_over()
         return output
+
+    def _measured(self, carrier: Tensor, axis: int, given: Tensor, output: Tensor) -> Tensor:
+        """Measure `output`. If the model changes it in place, compute it again in the backward rather than copy it."""
+        module = self.tap.module
+        compute = None
+        if self.tap.copy and not output._is_view() and not torch.compiler.is_compiling():
+            compute = renormalization(module, given)
+        if compute is None:
+            return _measured(output, carrier, axis, self.tap.copy)
+        again: Tensor = ObserveAgain.apply(output, carrier, axis, given.detach(), compute)  # type: ignore[no-untyped-call]
+        return again
 
     def hand_over(self) -> None:
         """Let a fused module measure from now on."""
