@@ -129,6 +129,7 @@ class SI(Anchored):
 
     @torch.no_grad()
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
+        self._adapt([])
         if not self._path:
             raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}

@@ -93,7 +93,7 @@ class SSL(MAS):
     {'0': (8,)}
     """
 
-    remembers: ClassVar = {**MAS.remembers, "_neurons": Kind(_layers, exact=True)}
+    remembers: ClassVar = {**MAS.remembers, "_neurons": Kind(_layers, exact=True, least=0)}
 
     sparsity: float
 
