@@ -201,10 +201,15 @@ class Anchored(Method):
             for parameter, name in self._names.items():
                 if memory := self._memory_of(parameter, name):
                     importance, anchor = memory
-                    total = total + self.strength * (importance * (parameter - anchor).square()).sum()
+                    change = self._in_penalty(parameter, name) - anchor
+                    total = total + self.strength * (importance * change.square()).sum()
             if not total.isfinite():
                 raise FloatingPointError(self._divergence())
         return total
+
+    def _in_penalty(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """The parameter as it enters the penalty."""
+        return parameter
 
     def _divergence(self) -> str:
         """The error message for a penalty that is not finite."""

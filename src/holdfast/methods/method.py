@@ -19,6 +19,7 @@ from holdfast.errors import warn
 from holdfast.methods import memory
 from holdfast.methods.settings import checked, settings_of
 from holdfast.samples import device_of
+from holdfast.taps import ForwardTap, before_step
 
 KEY = "holdfast"
 """The entry of the first parameter group in a state_dict under which a method keeps its memory."""
@@ -120,7 +121,7 @@ class Method(Optimizer):
         self._stepping = False
         self._closed = False
         self._penalty_taken = False
-        self._guard = optimizer.register_step_pre_hook(_Guard(self))
+        self._guard = before_step(optimizer, _Guard(self))
         self.__setstate__({})  # Optimizer's own setup, without parameter groups: they are the wrapped optimizer's
 
     def _check_wrapped(self) -> None:
@@ -481,6 +482,35 @@ class Method(Optimizer):
         return f"{type(self).__name__}({self.wrapped!r})"
 
 
+class Coverage:
+    """Checks that `penalty` was called for every forward in the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tap = ForwardTap(model)
+        self._covered: set[int] = set()
+
+    def cover(self) -> None:
+        """Note that `penalty` acts on the last forward."""
+        self._covered.add(self._tap.last)
+
+    def restart(self) -> None:
+        """Forget the backwards so far: their gradients are not part of the next step."""
+        self._tap.take()
+
+    def check(self, needed: bool) -> None:
+        """Raise a ValueError if a forward in the loss has no penalty, and start anew."""
+        missing = self._tap.take() - self._covered
+        self._covered.clear()
+        if needed and missing:
+            raise ValueError(
+                "the loss has a forward without its penalty: call penalty() right after each forward whose loss is "
+                "stepped, and add them up; after other backwards, call zero_grad()"
+            )
+
+    def close(self) -> None:
+        self._tap.close()
+
+
 class _Guard:
     """Called before every step of a wrapped optimizer: warns once if it is stepped directly."""
 
@@ -488,16 +518,16 @@ class _Guard:
         self._method = weakref.ref(method)
         self._warned = False
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+    def __call__(self) -> None:
         method = self._method()
         if method is None or method._stepping or self._warned:
             return
         self._warned = True
         if method._complete:
-            name = type(method).__name__
+            name, wrapped = type(method).__name__, type(method.wrapped).__name__
             warn(
-                f"the {type(optimizer).__name__} inside {name} was stepped directly: this is training without {name}; "
-                f"call step() of the {name}"
+                f"the {wrapped} inside {name} was stepped directly: this is training without {name}; call step() of "
+                f"the {name}"
             )
 
 

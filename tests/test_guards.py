@@ -1,5 +1,6 @@
-"""Parameters and layers that change after a method was built, and steps that bypass it."""
+"""Protection that would silently end: changed parameters, steps that bypass a method, penalties of other forwards."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import holdfast
-from helpers import mlp, train
+from helpers import assert_same_bits, mlp, parameters_of, train
 from holdfast.methods import METHODS, Method
 
 ANCHORED = ["ewc", "mas", "si", "ssl"]
@@ -160,3 +161,60 @@ def test_stepping_a_part_of_a_stack_is_noticed() -> None:
     train(model, outer, [x for x, _ in batches(2)])
     with pytest.warns(UserWarning, match="^the NPC inside LwF was stepped directly: this is training without LwF"):
         train(model, inner, [x for x, _ in batches(1)])
+
+
+# ---- penalties of another forward ----
+
+ON_FORWARDS = ["lwf", "ssl", "compact"]
+
+
+def with_penalty(name: str) -> tuple[nn.Module, Method]:
+    model = mlp()
+    method = after_a_task(name, model)
+    assert method.has_penalty
+    return model, method
+
+
+@pytest.mark.parametrize("name", ON_FORWARDS)
+def test_a_penalty_of_another_forward_is_refused_before_the_step(name: str) -> None:
+    model, method = with_penalty(name)
+    before = parameters_of(model)
+    method.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    model(torch.randn(8, 4))  # with gradients, for some other purpose
+    (loss + method.penalty()).backward()
+    with pytest.raises(ValueError, match=r"^the loss has a forward without its penalty: call penalty\(\) right after"):
+        method.step()
+    assert_same_bits(parameters_of(model), before)
+    train(model, method, [torch.randn(8, 4)])
+
+
+@pytest.mark.parametrize("name", ON_FORWARDS)
+def test_forwards_and_backwards_outside_the_loss_are_no_matter(name: str) -> None:
+    model, method = with_penalty(name)
+    model(torch.randn(8, 4))
+    attack = torch.randn(8, 4, requires_grad=True)
+    model(attack).sum().backward()
+    train(model, method, [torch.randn(8, 4)])
+
+
+@pytest.mark.parametrize("name", ON_FORWARDS)
+def test_several_forwards_in_the_loss_have_a_penalty_each(name: str) -> None:
+    torch.manual_seed(0)
+    model, method = with_penalty(name)
+    x = torch.randn(2, 8, 4)
+    before = copy.deepcopy(model.state_dict())
+    steps = []
+    for together in (True, False):
+        model.load_state_dict(before)
+        method.zero_grad()
+        losses = []
+        for part in x:
+            loss = model(part).square().mean() + method.penalty()
+            losses.append(loss) if together else loss.backward()
+        if together:
+            (losses[0] + losses[1]).backward()
+        method.step()
+        steps.append(parameters_of(model))
+    for key, value in steps[0].items():
+        torch.testing.assert_close(value, steps[1][key])
