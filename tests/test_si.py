@@ -25,6 +25,30 @@ def bare_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["proximal", "loss"])
+@pytest.mark.parametrize("optimizer", [SGD, partial(SGD, lr=0.05, maximize=True)])
+def test_clipping_scales_the_path_and_nothing_else(form: Form, optimizer: Callable[..., Optimizer]) -> None:
+    """The path is that of the clipped gradient of the bare loss, also if the penalty is clipped with it."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    method = holdfast.SI(model, optimizer(model.parameters(), lr=0.05), strength=STRENGTH, xi=XI, form=form)
+    x, y = torch.randn(16, 4, dtype=torch.float64), torch.randint(3, (16,))
+    for number in range(6):
+        gradients, before = bare_gradients(model, x, y), parameters_of(model)
+        path = {name: value.clone() for name, value in method._path.items()}
+        method.zero_grad()
+        sign = -1 if method.param_groups[0]["maximize"] else 1
+        (sign * loss_of(model, x, y) + method.penalty()).backward()
+        whole = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        method.step()
+        if number > 2:  # a task is finished, and there is a penalty
+            for name, after in parameters_of(model).items():
+                expected = path[name] - 0.05 / whole * gradients[name] * (after - before[name])
+                torch.testing.assert_close(method._path[name], expected, rtol=1e-4, atol=1e-12)  # clipping adds 1e-6
+        if number == 2:
+            method.consolidate([(x, y)])
+
+
+@pytest.mark.parametrize("form", ["proximal", "loss"])
 @pytest.mark.parametrize("optimizer", [SGD, Adam, partial(SGD, momentum=0.9, nesterov=True, foreach=True)])
 def test_as_defined_with_the_gradient_of_the_bare_loss(form: Form, optimizer: Callable[..., Optimizer]) -> None:
     """Also of an optimizer that changes the gradients themselves."""

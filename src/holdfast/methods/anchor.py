@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from holdfast.errors import warn
 from holdfast.importance import precise
-from holdfast.methods.memory import BY_PARAMETER, PLAIN
+from holdfast.methods.memory import BY_PARAMETER, PLAIN, rename
 from holdfast.methods.method import Commit, Method, Needs
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.samples import Batch, device_of, output_nodes, samples_of
@@ -71,7 +72,7 @@ class Anchored(Method):
     "loss" form, the pull is a penalty in the loss.
     """
 
-    remembers: ClassVar = {"tasks": PLAIN, "_importance": BY_PARAMETER, "_anchor": BY_PARAMETER}
+    remembers: ClassVar = {"tasks": PLAIN, "_importance": BY_PARAMETER.at_least(0), "_anchor": BY_PARAMETER}
     searched: ClassVar = "strength"
     alters_step: ClassVar = True
 
@@ -84,16 +85,24 @@ class Anchored(Method):
         self.tasks = 0
         self._importance: dict[str, Tensor] = {}
         self._anchor: dict[str, Tensor] = {}
-        self._named: tuple[int, dict[nn.Parameter, str]] = 0, {}
+        self._names = self._names_now()
+        """The names of the trained parameters, under which their memory is kept."""
 
-    @property
-    def _names(self) -> dict[nn.Parameter, str]:
-        """The names of the trained parameters. Cached until their number changes."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if count != self._named[0]:
-            trained = self._trained()
-            self._named = count, {p: name for name, p in self.model.named_parameters() if p in trained}
-        return self._named[1]
+    def _names_now(self) -> dict[nn.Parameter, str]:
+        trained = self._trained()
+        return {parameter: name for name, parameter in self.model.named_parameters() if parameter in trained}
+
+    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
+        """Follow parameters to their new names, as inside an adapter, and warn of those that were replaced."""
+        before, self._names = self._names, self._names_now()
+        rename(self, {old: self._names[p] for p, old in before.items() if p in self._names})
+        known = set(before.values())
+        replaced = [name for p, name in self._names.items() if p not in before and name in known & self._anchor.keys()]
+        if replaced:
+            warn(
+                f"these parameters were replaced: {', '.join(replaced)}; {type(self).__name__} pulls them to "
+                "the values of their predecessors after earlier tasks; if they should learn freely, build a new one"
+            )
 
     @property
     def importance(self) -> dict[str, Tensor]:
@@ -109,6 +118,7 @@ class Anchored(Method):
 
     @torch.no_grad()
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
+        self._adapt([])
         newest = self._measure(batches, output_nodes(active))
         for name, importance in newest.items():
             check_finite(name, importance)
@@ -191,10 +201,15 @@ class Anchored(Method):
             for parameter, name in self._names.items():
                 if memory := self._memory_of(parameter, name):
                     importance, anchor = memory
-                    total = total + self.strength * (importance * (parameter - anchor).square()).sum()
+                    change = self._in_penalty(parameter, name) - anchor
+                    total = total + self.strength * (importance * change.square()).sum()
             if not total.isfinite():
                 raise FloatingPointError(self._divergence())
         return total
+
+    def _in_penalty(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """The parameter as it enters the penalty."""
+        return parameter
 
     def _divergence(self) -> str:
         """The error message for a penalty that is not finite."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.importance import precise
-from holdfast.methods.method import Method
+from holdfast.methods.method import Coverage, Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons import weight_layers
 from holdfast.neurons.kinds import neuron_axis
@@ -126,7 +126,9 @@ class Compact(Method):
     ) -> None:
         super().__init__(model, optimizer)
         self._taps = _InputTaps(self.model)
-        weakref.finalize(self, self._taps.close).atexit = False
+        self._coverage = Coverage(self.model)
+        for taps in (self._taps, self._coverage):
+            weakref.finalize(self, taps.close).atexit = False
         self._set(weight=weight, samples=samples)
 
     @property
@@ -144,6 +146,7 @@ class Compact(Method):
 
     def _penalty(self) -> Tensor:
         layers = self._taps.take()
+        self._coverage.cover()
         if not self._adds_penalty:
             return super()._penalty()
         if not layers:
@@ -156,10 +159,16 @@ class Compact(Method):
             term: Tensor = mean(layers, self.weight)
         return term
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._coverage.restart()
+
     def _update(self) -> None:
+        self._coverage.check(needed=self._adds_penalty)
         super()._update()
         if not self._adds_penalty:
             self._taps.take()  # free the memory
 
     def _close(self) -> None:
         self._taps.close()
+        self._coverage.close()

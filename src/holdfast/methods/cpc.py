@@ -101,7 +101,7 @@ class CPC(Plastic):
     {'0.weight': (8, 4), '0.bias': (8,)}
     """
 
-    remembers: ClassVar = {"_importance": AS_BEFORE}
+    remembers: ClassVar = {"_importance": AS_BEFORE.at_least(0)}
 
     normalize: Normalize
 

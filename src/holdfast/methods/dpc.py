@@ -125,11 +125,11 @@ class DPC(NPC):
 
     needs: ClassVar = Needs(heads=True, example=True, data=True)
     remembers: ClassVar = {
-        "importance": AS_BEFORE,
+        "importance": AS_BEFORE.at_least(0),
         "tasks": PLAIN,
         "_vectors": AS_BEFORE,
-        "_values": AS_BEFORE,
-        "_rest": AS_BEFORE,
+        "_values": AS_BEFORE.at_least(0),
+        "_rest": AS_BEFORE.at_least(0),
         "steps": PLAIN,
     }
 

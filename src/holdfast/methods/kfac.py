@@ -114,6 +114,9 @@ class KFAC(Method):
         parts = (p.detach().to(precise(p.dtype), copy=True) for p in layer.weight_and_bias)
         return Layout.of(layer.modules[0]).joined(*parts)
 
+    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
+        self._warn_of_unprotected(new)
+
     # ---- a step ----
 
     def _update(self) -> None:
@@ -123,7 +126,7 @@ class KFAC(Method):
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         for name, layer in self._layers.items():
             weight, *bias = layer.weight_and_bias
-            if weight.grad is not None:
+            if weight in rates and weight.grad is not None:
                 value = self._value(layer)
                 anchor, basis = self._to(self._anchor, name, value), self._basis(name, value)
                 moved = pulled(value, anchor, basis, 2 * self.strength * rates[weight])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from holdfast.importance import precise
 from holdfast.methods.memory import BY_MODEL, PLAIN
-from holdfast.methods.method import Commit, Method
+from holdfast.methods.method import Commit, Coverage, Method
 from holdfast.methods.settings import NonNegative, Positive
 from holdfast.samples import device_of, output_nodes, select
 from holdfast.taps import CallTap
@@ -66,7 +66,9 @@ class LwF(Method):
         self._old: nn.Module | None = None
         self._heads: list[list[int] | None] = []
         self._tap = CallTap(self.model)
-        weakref.finalize(self, self._tap.close).atexit = False
+        self._coverage = Coverage(self.model)
+        for taps in (self._tap, self._coverage):
+            weakref.finalize(self, taps.close).atexit = False
 
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         return partial(self._remember, output_nodes(active), self._copy())
@@ -87,6 +89,7 @@ class LwF(Method):
 
     def _penalty(self) -> Tensor:
         call = self._tap.take()
+        self._coverage.cover()
         total = super()._penalty()
         if self._old is None:
             return total
@@ -103,13 +106,19 @@ class LwF(Method):
             total = total + distillation(select(new, head), select(old, head), self.temperature)
         return self.weight * total
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._coverage.restart()
+
     def _update(self) -> None:
+        self._coverage.check(needed=self._adds_penalty)
         super()._update()
         if not self._adds_penalty:
             self._tap.take()  # free the memory
 
     def _close(self) -> None:
         self._tap.close()
+        self._coverage.close()
 
     @property
     def _teacher(self) -> dict[str, Tensor] | None:

@@ -1,8 +1,9 @@
 """The memory of a method: the attributes in its state_dict, with their checks and restoration."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,19 @@ class Kind:
             for plain data.
         exact: whether tensors are restored in at least float32, the type of sums.
         whole: whether all of these tensors are remembered from the start.
+        finite: whether all values are finite.
+        least: the least value, if there is one.
     """
 
     like: Like | None = None
     exact: bool = False
     whole: bool = False
+    finite: bool = True
+    least: float = -math.inf
+
+    def at_least(self, least: float) -> "Kind":
+        """The same kind, with values of at least `least`."""
+        return replace(self, least=least)
 
     def saved(self, method: "Method", attribute: str) -> Any:
         """Return a copy of the value. A list becomes a text, because torch's tools take lists apart."""
@@ -69,6 +78,15 @@ class Kind:
             return
         likes = self.like(method, attribute)
         check_shapes(value, likes if self.whole else {name: likes[name] for name in value if name in likes})
+        for name, tensor in value.items():
+            if isinstance(tensor, Tensor):
+                self._check_values(f"{attribute.lstrip('_')} of {name!r}", tensor)
+
+    def _check_values(self, what: str, values: Tensor) -> None:
+        if self.finite and not values.isfinite().all():
+            raise ValueError(f"this state_dict has values that are not finite as the {what}: load an earlier one")
+        if not (values >= self.least).all():
+            raise ValueError(f"this state_dict has values below {self.least:g} as the {what}: load an earlier one")
 
     def restored(self, method: "Method", attribute: str, saved: Any) -> Any:
         """Return a copy of the saved value on the device where the method uses it, or raise a ValueError."""
@@ -104,7 +122,7 @@ PLAIN = Kind()
 """Numbers, names and lists of them."""
 BY_PARAMETER = Kind(_parameters, exact=True)
 """One tensor per parameter, of the same shape, for some or all parameters, by name."""
-BY_MODEL = Kind(_model)
+BY_MODEL = Kind(_model, finite=False)  # masks in a model's buffers may be infinite
 """A state_dict of the model, perhaps from before it grew."""
 AS_BEFORE = Kind(_present, whole=True)
 """Tensors with the same names and shapes as in the attribute's present value."""
@@ -116,6 +134,14 @@ AS_BEFORE = Kind(_present, whole=True)
 def names_of(kind: "type[Method]") -> dict[str, str]:
     """The names in a state of the attributes in `remembers`."""
     return {attribute: attribute.lstrip("_") for attribute in kind.remembers}
+
+
+def rename(method: "Method", names: Mapping[str, str]) -> None:
+    """Rename parameters in everything that a method remembers by parameter."""
+    for attribute, kind in type(method).remembers.items():
+        if kind.like is _parameters:
+            memory = getattr(method, attribute)
+            setattr(method, attribute, {names.get(name, name): value for name, value in memory.items()})
 
 
 def state_of(method: "Method") -> dict[str, Any]:
@@ -159,7 +185,7 @@ def restored(method: "Method", state: Mapping[str, Any]) -> dict[str, Any]:
             saved |= {key: _laid_out(saved[key], axes) for key, axes in layout.get(name, {}).items() if key in saved}
         values[attribute] = kind.remembers[attribute].restored(method, attribute, saved)
         count += len(tensors_in(saved))
-    if count != state["tensors"]:
+    if not isinstance(state["tensors"], int) or count != state["tensors"]:
         raise ValueError(
             f"this state_dict of {kind.__name__} has {count} of the {state['tensors']} tensors it was saved with: load "
             "all of it, not only the entries that a new optimizer has"

@@ -1,6 +1,7 @@
 """The contract of all methods: each is an optimizer around another optimizer."""
 
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from holdfast.errors import warn
 from holdfast.methods import memory
 from holdfast.methods.settings import checked, settings_of
 from holdfast.samples import device_of
+from holdfast.taps import ForwardTap, before_step
 
 KEY = "holdfast"
 """The entry of the first parameter group in a state_dict under which a method keeps its memory."""
@@ -64,7 +66,8 @@ class Method(Optimizer):
 
     A subclass declares its settings in the signature of its constructor, its needs in `needs`, and its memory in
     `remembers`. It overrides `_update` (a step), `_penalty` and `_adds_penalty` (a term of the loss), `_consolidate`
-    (the end of a task), `_recordable` and `_close` where it differs from the wrapped optimizer.
+    (the end of a task), `_adapt` (parameters that came later), `_recordable` and `_close` where it differs from the
+    wrapped optimizer.
     """
 
     needs: ClassVar[Needs] = Needs()
@@ -113,9 +116,12 @@ class Method(Optimizer):
         self.param_groups[0][KEY] = LIVE
         # Weak: a wrapper keeps its process group.
         self._wrapper = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+        self._held = self._held_now()
         self._started = False
+        self._stepping = False
         self._closed = False
         self._penalty_taken = False
+        self._guard = before_step(optimizer, _Guard(self))
         self.__setstate__({})  # Optimizer's own setup, without parameter groups: they are the wrapped optimizer's
 
     def _check_wrapped(self) -> None:
@@ -233,24 +239,57 @@ class Method(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        name = type(self).__name__
         if self._closed:
-            raise ValueError(f"this {name} is closed: build a new one, or use the wrapped optimizer")
+            raise ValueError(f"this {type(self).__name__} is closed: build a new one, or use the wrapped optimizer")
+        self._notice_parameters()
         penalty_missing = self._adds_penalty and not self._penalty_taken
+        self._stepping = True
+        try:
+            self._take_step(penalty_missing)
+        finally:
+            self._stepping = False
+        return loss
+
+    def _take_step(self, penalty_missing: bool) -> None:
         if (penalty_missing or not self._started) and self._is_dry_run():
             self.wrapped.step()
-            return loss
+            return
         if not self._started and all(parameter.grad is None for parameter in self._trained()):
             raise ValueError(
                 "step() came before any backward(): there is no gradient to step along; call loss.backward() first"
             )
         if penalty_missing:
             raise ValueError(
-                f"the penalty of {name} is missing from the loss: loss = criterion(model(x), y) + optimizer.penalty()"
+                f"the penalty of {type(self).__name__} is missing from the loss: loss = criterion(model(x), y) + "
+                "optimizer.penalty()"
             )
         self._update()
         self._started, self._penalty_taken = True, False
-        return loss
+
+    # ---- parameters that came later ----
+
+    def _held_now(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _notice_parameters(self) -> None:
+        """Adapt if the optimizer holds other parameters than at the last step."""
+        held = self._held_now()
+        if len(held) != len(self._held) or any(map(operator.is_not, held, self._held)):
+            known, self._held = set(self._held), held
+            self._adapt([parameter for parameter in held if parameter not in known])
+
+    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
+        """Adapt to the present parameters of the model and the optimizer; `new` came since the last step."""
+
+    def _warn_of_unprotected(self, new: Sequence[nn.Parameter]) -> None:
+        """Warn of parameters that came after this method was built, and that it therefore leaves alone."""
+        names = [name for name, parameter in self.model.named_parameters() if any(parameter is p for p in new)]
+        if names:
+            name = type(self).__name__
+            warn(
+                f"these parameters were added or replaced after {name} was built, so it does not protect them: "
+                f"{', '.join(names)}; build a new {name}, and load this one's state_dict if the layers are the same"
+            )
 
     def _is_dry_run(self) -> bool:
         """Whether all learning rates are 0: `torch.distributed.checkpoint` initializes the state by such a step."""
@@ -375,6 +414,7 @@ class Method(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer and the memory of the method, in the first parameter group."""
+        self._adapt([])
         state = self.wrapped.state_dict()
         first, *others = state["param_groups"]
         own = memory.state_of(self)
@@ -393,14 +433,16 @@ class Method(Optimizer):
 
     def _split_state(self, state_dict: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """Split a state_dict into the memory of this method and the state_dict of the wrapped optimizer."""
-        groups = state_dict.get("param_groups") or [{}]
+        groups, state = state_dict.get("param_groups"), state_dict.get("state")
+        if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
+            raise ValueError("this state_dict is incomplete: its 'param_groups' are not a list of dictionaries")
         own = groups[0].get(KEY)
         if not isinstance(own, Mapping):
             raise ValueError(
                 "this state_dict was not made by a holdfast method: its first parameter group has no memory under "
                 f"{KEY!r}; load it into the optimizer before wrapping it"
             )
-        if "state" not in state_dict or any("params" not in group for group in groups):
+        if not isinstance(state, Mapping) or not all(isinstance(group.get("params"), list) for group in groups):
             raise ValueError("this state_dict is incomplete: it lacks 'state', or a parameter group lacks 'params'")
         first = {**groups[0], KEY: own.get("wrapped", LIVE)}
         return own, {**state_dict, "param_groups": [first, *groups[1:]]}
@@ -419,6 +461,7 @@ class Method(Optimizer):
         """Remove all hooks from the model."""
         for part in self.parts.values():
             part._close()
+            part._guard.remove()
             part._closed = True
 
     def _close(self) -> None:
@@ -437,6 +480,55 @@ class Method(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.wrapped!r})"
+
+
+class Coverage:
+    """Checks that `penalty` was called for every forward in the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tap = ForwardTap(model)
+        self._covered: set[int] = set()
+
+    def cover(self) -> None:
+        """Note that `penalty` acts on the last forward."""
+        self._covered.add(self._tap.last)
+
+    def restart(self) -> None:
+        """Forget the backwards so far: their gradients are not part of the next step."""
+        self._tap.take()
+
+    def check(self, needed: bool) -> None:
+        """Raise a ValueError if a forward in the loss has no penalty, and start anew."""
+        missing = self._tap.take() - self._covered
+        self._covered.clear()
+        if needed and missing:
+            raise ValueError(
+                "the loss has a forward without its penalty: call penalty() right after each forward whose loss is "
+                "stepped, and add them up; after other backwards, call zero_grad()"
+            )
+
+    def close(self) -> None:
+        self._tap.close()
+
+
+class _Guard:
+    """Called before every step of a wrapped optimizer: warns once if it is stepped directly."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = weakref.ref(method)
+        self._warned = False
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is None or method._stepping or self._warned:
+            return
+        self._warned = True
+        if method._complete:
+            name, wrapped = type(method).__name__, type(method.wrapped).__name__
+            warn(
+                f"the {wrapped} inside {name} was stepped directly: this is training without {name}; call step() of "
+                f"the {name}"
+            )
 
 
 def bare(model: nn.Module) -> nn.Module:

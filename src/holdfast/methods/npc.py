@@ -55,7 +55,7 @@ class NPC(Plastic):
     """
 
     needs: ClassVar = Needs(heads=True, example=True)
-    remembers: ClassVar = {"importance": AS_BEFORE}
+    remembers: ClassVar = {"importance": AS_BEFORE.at_least(0)}
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The step that NPC and CPC share: each part of a model changes by its plasticity times the full change."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -46,6 +46,10 @@ class Plastic(Method):
     def plasticity(self) -> dict[str, Tensor]:
         """The share of the learning rate that is left, by name (eq. 11)."""
         return {name: plasticity(values, beta=self.beta, gain=self.gain) for name, values in self.importance.items()}
+
+    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
+        free = self._free
+        self._warn_of_unprotected([parameter for parameter in new if parameter not in free])
 
     def _limited_step(
         self, parameters: list[nn.Parameter], limit: Callable[[list[Tensor], list[Tensor] | None], None]

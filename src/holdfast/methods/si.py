@@ -13,6 +13,7 @@ from holdfast.methods.anchor import Anchored, Form, check_finite
 from holdfast.methods.memory import BY_PARAMETER
 from holdfast.methods.method import Commit
 from holdfast.methods.settings import NonNegative, Positive
+from holdfast.taps import ScaleTap, tapped
 
 
 def path_importance(importance: Tensor, path: Tensor, moved: Tensor, xi: float) -> Tensor:
@@ -90,6 +91,21 @@ class SI(Anchored):
         super().__init__(model, optimizer, strength=strength, form=form)
         self._set(xi=xi)
         self._path: dict[str, Tensor] = {}
+        self._of_penalty: dict[str, Tensor] = {}
+        """The gradients of the penalty since the last `zero_grad`, if it is in the loss."""
+        self._scale: ScaleTap | None = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._of_penalty.clear()
+
+    def _in_penalty(self, parameter: nn.Parameter, name: str) -> Tensor:
+        if self._scale is None:
+            self._scale = ScaleTap(self._names)
+        return tapped(parameter, partial(self._add_of_penalty, name)) if parameter.requires_grad else parameter
+
+    def _add_of_penalty(self, name: str, gradient: Tensor) -> None:
+        self._of_penalty[name] = self._of_penalty[name] + gradient if name in self._of_penalty else gradient
 
     def _update(self) -> None:
         moving = {name: p for p, name in self._names.items() if p.grad is not None}
@@ -113,22 +129,35 @@ class SI(Anchored):
     def _loss_gradients(self) -> dict[str, Tensor]:
         """The gradients of the task's loss: without the pull, and negated if the optimizer maximizes."""
         gradients, names = {}, self._names
+        clipped = self._clipped()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
-                importance, anchor = memory
+                _, anchor = memory
                 # An inner method may scale the gradient in place, and Nesterov adds to it.
                 changing = self._inner is not None or bool(group.get("nesterov"))
                 gradient = p.grad.to_dense().to(anchor.dtype, copy=changing)
-                gradient = -gradient if group.get("maximize") else gradient
-                if self.form == "loss":
-                    gradient = gradient - 2 * self.strength * importance * (p - anchor)
-                gradients[names[p]] = gradient
+                if names[p] in self._of_penalty:
+                    gradient = gradient - clipped.to(gradient) * self._of_penalty[names[p]].to(gradient)
+                gradients[names[p]] = -gradient if group.get("maximize") else gradient
+        self._of_penalty.clear()
         return gradients
+
+    def _clipped(self) -> Tensor:
+        """The factor by which gradients were clipped or unscaled; 1 if averaged over processes, which changes them."""
+        if self._scale is None or not self._of_penalty or self._wrapper is not None:
+            return torch.ones(())
+        return self._scale.scale(self._names)
+
+    def _close(self) -> None:
+        super()._close()
+        if self._scale is not None:
+            self._scale.close()
 
     @torch.no_grad()
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
+        self._adapt([])
         if not self._path:
             raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}
