@@ -16,7 +16,7 @@ from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
 from holdfast.methods.settings import Count, Fraction, Positive
-from holdfast.neurons import Layer
+from holdfast.neurons import Choice, Layer
 from holdfast.neurons.rows import Layout, batched, group_rows
 from holdfast.samples import Batch, device_of, samples_of
 from holdfast.taps import CallTap, module_inputs
@@ -105,7 +105,8 @@ class DPC(NPC):
         kappa: the strength of the protection of old inputs.
         rate: the weight of the newest measurement in the moving average of importance.
         gain: the factor of plasticity below its maximum of 1.
-        free: modules that keep the full learning rate, above all the task heads.
+        free: what keeps the full learning rate, above all the task heads: modules, parameters, and names of either,
+            which may be patterns, as in `[model.head, "*.bias"]`.
         observe: modules at whose outputs neurons are tapped, as in `NPC`.
         example: one batch of inputs, as in `NPC`.
         samples: the number of samples per task on which A is measured, the first of its batches; all if None.
@@ -147,7 +148,7 @@ class DPC(NPC):
         kappa: Positive = 100.0,
         rate: Fraction = 5e-4,
         gain: Positive = 1.0,
-        free: Iterable[nn.Module] = (),
+        free: Choice | Iterable[Choice] = (),
         observe: Mapping[str, str] | None = None,
         example: Any = None,
         samples: Count = 4096,

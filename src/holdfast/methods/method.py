@@ -452,18 +452,3 @@ def bare(model: nn.Module) -> nn.Module:
 
 def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> list[nn.Module]:
-    """Check that the modules given as `argument` belong to this model, and return them as a list."""
-    if isinstance(given, nn.Module):
-        given = [given]
-    inside = set(model.modules())
-    chosen: list[nn.Module] = []
-    for module in given:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{argument} takes modules of the model, as in {argument}=[model.head]; got {module!r}")
-        if module not in inside:
-            raise ValueError(f"{argument} has a {type(module).__name__} that is not a module of this model: {module}")
-        chosen.append(module)
-    return chosen

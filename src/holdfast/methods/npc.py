@@ -16,7 +16,7 @@ from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.method import Needs, several_processes
 from holdfast.methods.plastic import Plastic
 from holdfast.methods.settings import Fraction, Positive
-from holdfast.neurons import Layer, Spread, find_layers, resolve_observe
+from holdfast.neurons import Choice, Layer, Spread, find_layers, resolve_observe
 from holdfast.plasticity import limit_, plastic_bits, plasticity
 from holdfast.taps import ImportanceTaps
 
@@ -39,7 +39,8 @@ class NPC(Plastic):
         beta: the importance at which a neuron freezes; the mean importance of a layer is 1.
         rate: the weight of the newest measurement in the moving average of importance.
         gain: the factor of plasticity below its maximum of 1.
-        free: modules that keep the full learning rate, above all the task heads.
+        free: what keeps the full learning rate, above all the task heads: modules, parameters, and names of either,
+            which may be patterns, as in `[model.head, "*.bias"]`.
         observe: modules at whose outputs neurons are tapped, as `{layer name: module name}`, for layers whose taps
             are not found automatically.
         example: one batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments. Taps are then found
@@ -65,7 +66,7 @@ class NPC(Plastic):
         beta: Positive = 0.7,
         rate: Fraction = 5e-4,
         gain: Positive = 1.0,
-        free: Iterable[nn.Module] = (),
+        free: Choice | Iterable[Choice] = (),
         observe: Mapping[str, str] | None = None,
         example: Any = None,
     ) -> None:

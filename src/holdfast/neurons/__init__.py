@@ -7,10 +7,13 @@ from holdfast.neurons.layers import Layer, Spread, find_layers, weight_layers
 from holdfast.neurons.observe import resolve_observe
 from holdfast.neurons.protocols import MeasuresImportance, ShowsActivity
 from holdfast.neurons.rows import input_rows
+from holdfast.neurons.selection import Choice, Selection
 
 __all__ = [
+    "Choice",
     "Layer",
     "MeasuresImportance",
+    "Selection",
     "ShowsActivity",
     "Spread",
     "find_layers",

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from holdfast.neurons.kinds import LAYERS, TRANSPOSED, axis_at, width_of
+from holdfast.neurons.kinds import TRANSPOSED, axis_at, is_layer, is_transposed_linear, width_of
+from holdfast.neurons.selection import Choice, Selection
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ def find_layers(model: nn.Module, trained: Collection[nn.Parameter], free: Colle
         layer = layers.setdefault(weight, Layer(name, width_of(module), []))
         layer.modules.append(module)
         for parameter in module.parameters(recurse=False):
-            if parameter in trained:
+            if parameter in trained and parameter not in free:
                 layer.own(parameter, _spread(module, parameter))
     return [layer for layer in layers.values() if layer.parameters]
 
 
-def weight_layers(model: nn.Module, free: Iterable[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Return all linear and convolutional modules outside the `free` ones, by name.
+def weight_layers(model: nn.Module, free: Choice | Iterable[Choice] = ()) -> dict[str, nn.Module]:
+    """Return all linear and convolutional modules whose weight is not `free`, by name.
 
     Modules that share a weight are all listed.
 
@@ -85,8 +86,7 @@ def weight_layers(model: nn.Module, free: Iterable[nn.Module] = ()) -> dict[str,
     >>> list(weight_layers(model, free=[model[3]]))
     ['0']
     """
-    excluded = {parameter for module in free for parameter in module.parameters()}
-    return {name: module for name, module, _ in _weighted(model, excluded)}
+    return {name: module for name, module, _ in _weighted(model, Selection(model, free, "free").parameters)}
 
 
 def _weighted(model: nn.Module, excluded: Collection[nn.Parameter]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -95,7 +95,7 @@ def _weighted(model: nn.Module, excluded: Collection[nn.Parameter]) -> Iterator[
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     excluded = {*excluded, *(parameter for module in attention for parameter in module.parameters())}
     for name, module in model.named_modules():
-        if isinstance(module, LAYERS):
+        if is_layer(module):
             weight = dict(module.named_parameters(recurse=False)).get("weight")
             if weight is not None and weight not in excluded:  # None if parametrized: recomputed in every call
                 yield name, module, weight
@@ -103,6 +103,8 @@ def _weighted(model: nn.Module, excluded: Collection[nn.Parameter]) -> Iterator[
 
 def _spread(module: nn.Module, parameter: nn.Parameter) -> Spread:
     ones = [1] * (parameter.dim() - 2)
+    if is_transposed_linear(module) and parameter.dim() == 2:
+        return Spread((1, parameter.shape[1]))
     if not isinstance(module, TRANSPOSED) or parameter.dim() == 1:
         return Spread((len(parameter), 1, *ones)[: parameter.dim()])
     inputs, outputs = parameter.shape[:2]  # a transposed weight is [inputs, outputs / groups, *kernel]

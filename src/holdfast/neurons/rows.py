@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from holdfast.neurons.kinds import CONVOLUTIONS, LAYERS, TRANSPOSED
+from holdfast.neurons.kinds import CONVOLUTIONS, TRANSPOSED, is_layer, is_linear, is_transposed_linear
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -21,7 +21,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Layout":
-        return cls(getattr(module, "groups", 1), isinstance(module, TRANSPOSED))
+        return cls(getattr(module, "groups", 1), isinstance(module, TRANSPOSED) or is_transposed_linear(module))
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight as a matrix for each group, `[groups, outputs / groups, inputs]`.
@@ -81,18 +81,19 @@ def group_rows(module: nn.Module, x: Tensor) -> Tensor:
     The columns are those of `Layout.matrix`. In a transposed convolution, a row holds the inputs of one output
     position; inputs that the kernel does not reach are 0.
     """
-    if not isinstance(module, LAYERS):
+    if not is_layer(module):
         raise TypeError(f"{module} is not a layer: its inputs have no rows")
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return x.reshape(1, -1, x.shape[-1])
     x = batched(module, x)
+    assert isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
     patches = _transposed_patches(module, x) if isinstance(module, TRANSPOSED) else _patches(module, x)
     return patches.reshape(len(patches), module.groups, -1).transpose(0, 1)
 
 
 def output_rows(module: nn.Module, y: Tensor) -> Tensor:
     """Return values at the outputs of a layer as rows for each group, `[groups, n, neurons / groups]`."""
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return y.reshape(1, -1, y.shape[-1])
     rows = batched(module, y).movedim(1, -1).flatten(0, -2)
     return rows.reshape(len(rows), Layout.of(module).groups, -1).transpose(0, 1)
