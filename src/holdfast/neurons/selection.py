@@ -1,5 +1,6 @@
-"""The argument `free`: parameters chosen by modules, parameters and names."""
+"""The argument `free`: parameters chosen by modules, parameters and names; and patterns of names."""
 
+import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -65,3 +66,32 @@ def _parameters_of(chosen: nn.Module | nn.Parameter) -> Iterator[nn.Parameter]:
         yield from chosen.parameters()
     else:
         yield chosen
+
+
+def patterns(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only in numbers, by a pattern that matches them.
+
+    >>> patterns(["layers.0.bias", "layers.1.bias", "conv1.bias"])
+    {'layers.*.bias': ['layers.0.bias', 'layers.1.bias'], 'conv1.bias': ['conv1.bias']}
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    return {pattern if len(group) > 1 else group[0]: group for pattern, group in groups.items()}
+
+
+def listed(names: Iterable[str], width: int = 160) -> str:
+    """The patterns of names and how many each stands for, cut after about `width` characters.
+
+    >>> listed(["layers.0.bias", "layers.1.bias", "head.bias"])
+    'layers.*.bias (2), head.bias'
+    >>> listed(["a.bias", "b.bias", "c.bias"], width=10)
+    'a.bias and 2 more'
+    """
+    entries = [f"{name} ({len(group)})" if len(group) > 1 else name for name, group in patterns(names).items()]
+    shown = entries[:1]
+    for entry in entries[1:]:
+        if len(", ".join([*shown, entry])) > width:
+            return f"{', '.join(shown)} and {len(entries) - len(shown)} more"
+        shown.append(entry)
+    return ", ".join(shown)

@@ -4,7 +4,7 @@ from holdfast.taps.activations import Activation, ActivationTaps
 from holdfast.taps.calls import Call, CallTap
 from holdfast.taps.hooks import Taps
 from holdfast.taps.importance import ImportanceTaps
-from holdfast.taps.inputs import Signal, layer_inputs, module_inputs, module_signals
+from holdfast.taps.inputs import Signal, layer_inputs, module_inputs, module_signals, product_inputs
 
 __all__ = [
     "Activation",
@@ -17,4 +17,5 @@ __all__ = [
     "layer_inputs",
     "module_inputs",
     "module_signals",
+    "product_inputs",
 ]

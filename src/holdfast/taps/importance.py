@@ -38,7 +38,7 @@ class ImportanceTaps:
     Args:
         model: the model in training.
         layers: its layers under control.
-        trained: parameters that the layers adopt from normalizations behind them.
+        norms: the layers of normalizations, by parameter. Layers adopt the parameters of a normalization behind them.
         observed: modules at whose outputs some layers are tapped, by layer name. All other taps are found.
     """
 
@@ -46,13 +46,13 @@ class ImportanceTaps:
         self,
         model: nn.Module,
         layers: Collection[Layer],
-        trained: Collection[nn.Parameter],
+        norms: Mapping[nn.Parameter, Layer],
         observed: Mapping[str, nn.Module],
     ) -> None:
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None  # weak: a wrapper keeps its process group
         self.carriers = {layer: Carrier(layer) for layer in layers}
         self._model = model
-        self._trained = trained
+        self._norms = norms
         self._wiring = Wiring(model, layers, observed)
         self._taps = Taps()
         self._settled: dict[_Measurement, RemovableHandle] = {}
@@ -154,7 +154,7 @@ class ImportanceTaps:
         for layer, site in tap.sites:
             self.carriers[layer].tensor = self._candidates[layer, site]
             if isinstance(tap.origin, NORMS):
-                layer.adopt(tap.origin, self._trained)
+                layer.adopt(tap.origin, self._norms)
         measurement = _Measurement(tap, [self.carriers[layer] for layer in tap.layers])
         measurement.hand_over()
         self._settled[measurement] = self._taps.on_output(tap.module, measurement, first=True)
