@@ -106,7 +106,7 @@ def signed_sums(twin: nn.Module, names: list[str], inputs: tuple[Tensor, ...]) -
 def loss_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     output = model(*inputs)
     output = output[0] if isinstance(output, tuple) else output
-    return (output * torch.linspace(-1, 2, output.shape[-1]).to(output)).square().mean()
+    return (output * torch.linspace(-1, 2.5, output.shape[-1]).to(output)).square().mean()
 
 
 def importance_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ def test_importance_in_recurrent_networks(kind: type[nn.RNNBase], gates: int) ->
         outputs.append(h)
     output = torch.stack(outputs, 1)
     torch.testing.assert_close(output, module(x)[0])
-    loss = (output * torch.linspace(-1, 2, 2).double()).square().mean()
+    loss = (output * torch.linspace(-1, 2.5, 2).double()).square().mean()
     inputs = [n for step in steps for n in step]
     products = [(n * g).sum(0) for n, g in zip(inputs, torch.autograd.grad(loss, inputs), strict=True)]
     expected = torch.stack(products).view(5, gates, 2).sum(0).abs().detach()
@@ -356,6 +356,45 @@ def test_the_input_sides_of_a_recurrent_network() -> None:
         moment = a.T @ a / (a.T @ a).diagonal().mean()
         inverse = torch.linalg.inv(torch.eye(len(moment)) + 2.0 * moment)
         assert optimizer.capacity[name] == pytest.approx(1 - inverse.trace().item() / len(moment), abs=1e-5)
+
+
+class Shifted(nn.Embedding):
+    """Looks up other rows than those given, as the position tables of some transformers do."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input + 1)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return 3 * super().forward(input)
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.scaled, self.shifted = nn.Embedding(6, 4), Scaled(6, 4), Shifted(6, 4)
+        self.scaled.weight = self.shared.weight
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.scaled(tokens) + self.shifted(tokens), self.linear.weight, self.linear.bias)
+
+
+@WRAPPED
+def test_weights_whose_inputs_no_call_shows_change_by_their_plasticity(wrapped: type[torch.optim.Optimizer]) -> None:
+    """They do not move if frozen. Rows of a shared and scaled table move unless old tasks used them."""
+    model, tokens = Tables().double(), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [2, 3, 3, 3]])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = projected(model, (tokens,), wrapped)
+    moved = {name: (p != before[name]) for name, p in model.named_parameters()}
+    assert {name for name, where in moved.items() if where.any()} == {"shared.weight"}
+    report = holdfast.explain(optimizer)
+    assert {layer.name: layer.directed for layer in report.layers} == {"linear": 0, "shared": 24, "shifted": 0}
+    twin = Tables().double()
+    other = holdfast.DPC(twin, wrapped(twin.parameters(), lr=0.1))
+    other.load_state_dict(optimizer.state_dict())
+    assert holdfast.explain(other).directed == report.directed
 
 
 def test_masked_attention_is_read_as_it_is_used() -> None:

@@ -27,7 +27,7 @@ from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
 from holdfast.methods.settings import Count, Fraction, Positive
-from holdfast.neurons import Choice, Product
+from holdfast.neurons import Choice, Layer, Product
 from holdfast.neurons.rows import Layout
 from holdfast.samples import Batch, device_of, samples_of
 from holdfast.taps import CallTap, product_inputs
@@ -119,7 +119,7 @@ class DPC(NPC):
     with the plasticity s_i of NPC. A plastic neuron (s_i = 1) changes freely. A frozen one (s_i = 0) changes where it
     leaves the layer's outputs on old inputs alone. Before the first `consolidate`, a step is NPC's: dW_i = s_i G_i.
     The inputs of an embedding are one-hot: A is diagonal, how often each row was used. Affine parameters of
-    normalizations and weights whose inputs cannot be read always change by s_i.
+    normalizations and weights whose inputs no call of a module shows always change by s_i.
 
     Args:
         model: the model in training. It gets hooks, which `close` removes, and nothing else.
@@ -154,6 +154,7 @@ class DPC(NPC):
         "_vectors": AS_BEFORE,
         "_values": AS_BEFORE,
         "_rest": AS_BEFORE,
+        "_unread": PLAIN,
         "steps": PLAIN,
     }
 
@@ -184,6 +185,7 @@ class DPC(NPC):
         self._vectors: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
+        self._unread: list[str] = []  # products of layers that learned, without a call that showed their inputs
         for _, product in self._products():
             self._keep(product.name, self._nothing(product))
         self._calls = CallTap(self.model) if every else None
@@ -236,6 +238,15 @@ class DPC(NPC):
             )
         return taken
 
+    def _directed(self, layer: Layer) -> int:
+        read = [product for product in layer.products if product.name not in self._unread]
+        return sum(parameter.numel() for product in read for parameter in product.parameters)
+
+    def _memory_of(self, layer: Layer) -> int:
+        memories = (self._vectors, self._values, self._rest)
+        kept = [memory[product.name] for product in layer.products for memory in memories if product.name in memory]
+        return super()._memory_of(layer) + sum(tensor.nbytes for tensor in kept)
+
     # ---- a step ----
 
     def _change(self, shares: Tensor) -> None:
@@ -266,7 +277,7 @@ class DPC(NPC):
                 self._moment(product, product.weight.device),
             )
             for number, product in self._products()
-            if product.weight in indices
+            if product.weight in indices and product.name not in self._unread
         ]
 
     # ---- the end of a task ----
@@ -274,7 +285,8 @@ class DPC(NPC):
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit | None:
         if self.every is not None:
             return None
-        return partial(self._remember, self._with(self._measured(batches, self.samples)))
+        moments = self._measured(batches, self.samples)
+        return partial(self._remember, self._with(moments), self._without(moments))
 
     def _with(self, moments: Mapping[str, Tensor], weight: float = 1.0) -> dict[str, Moment]:
         """A plus weighted second moments of further inputs, by product."""
@@ -283,6 +295,15 @@ class DPC(NPC):
             for _, product in self._products()
         }
 
+    def _without(self, moments: Mapping[str, Tensor]) -> list[str]:
+        """The products without any inputs so far whose layers learned: they were used, but no call showed it."""
+        importance = self._split(self._row)
+        return [
+            product.name
+            for number, product in self._products()
+            if not moments[product.name].any() and not self._values[product.name].any() and importance[number].any()
+        ]
+
     def _sum(self, before: Moment, moment: Tensor) -> Moment:
         """A known second moment plus another one."""
         if isinstance(before, Tensor):
@@ -290,9 +311,10 @@ class DPC(NPC):
         total = dense(Directions(*(each.double() for each in before))) + moment
         return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
 
-    def _remember(self, found: Mapping[str, Moment]) -> None:
+    def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
         for name, moment in found.items():
             self._keep(name, moment)
+        self._unread = unread
         self.tasks += 1
 
     @torch.no_grad()
@@ -328,7 +350,7 @@ class DPC(NPC):
         if self.steps % self.every == 0:
             moments = self._measured([Batch(call.args, call.kwargs, labels=None)], self.samples)
             weight = min(1.0, self.rate * self.every)
-            self._remember(self._with(moments, weight))
+            self._remember(self._with(moments, weight), self._without(moments))
 
     @property
     def _recordable(self) -> bool:

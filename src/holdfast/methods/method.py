@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from holdfast.compiling import compiled
 from holdfast.errors import warn
 from holdfast.methods import memory
+from holdfast.methods.report import Report
 from holdfast.methods.settings import checked, settings_of
 from holdfast.samples import device_of
 
@@ -357,6 +358,10 @@ class Method(Optimizer):
     def capacity(self) -> dict[str, float]:
         """The share of each layer that finished tasks take, from 0 (free) to 1 (full); empty if no part measures it."""
         return {} if self._inner is None else self._inner.capacity
+
+    def report(self) -> Report | None:
+        """What the method controls, layer by layer; None if no part controls neurons."""
+        return None if self._inner is None else self._inner.report()
 
     # ---- memory ----
 

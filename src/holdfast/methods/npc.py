@@ -15,6 +15,7 @@ from holdfast.importance import layer_means, moving_average, parameter_taylor
 from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.method import Needs, several_processes
 from holdfast.methods.plastic import Plastic
+from holdfast.methods.report import LayerReport, Report
 from holdfast.methods.settings import Fraction, Positive
 from holdfast.neurons import (
     Choice,
@@ -213,6 +214,40 @@ class NPC(Plastic):
             for parameter, spread in layer.parameters
             if parameter.grad is not None
         ]
+
+    # ---- what is controlled ----
+
+    def report(self) -> Report:
+        """What is controlled, layer by layer."""
+        at = self._taps.locations()
+        layers = [
+            LayerReport(
+                layer.name,
+                layer.size,
+                at.get(layer, "gradients"),
+                sum(parameter.numel() for parameter, _ in layer.parameters),
+                self._directed(layer),
+                self._memory_of(layer),
+            )
+            for layer in self._layers
+            if layer.parameters
+        ]
+        controlled = {parameter for layer in self._layers for parameter, _ in layer.parameters}
+        trained = {p for p in self._trained() if p.requires_grad}
+        uncontrolled = {
+            name: p.numel()
+            for name, p in self.model.named_parameters()
+            if p in trained and p not in controlled and p not in self._free
+        }
+        return Report(type(self).__name__, layers, uncontrolled, sum(p.numel() for p in trained & self._free))
+
+    def _directed(self, layer: Layer) -> int:
+        """The number of the layer's parameters that change by direction of their inputs."""
+        return 0
+
+    def _memory_of(self, layer: Layer) -> int:
+        """The bytes remembered for the layer."""
+        return layer.size * self._row.element_size()
 
     # ---- warnings ----
 

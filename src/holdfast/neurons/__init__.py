@@ -8,7 +8,7 @@ from holdfast.neurons.observe import resolve_observe
 from holdfast.neurons.products import Product
 from holdfast.neurons.protocols import MeasuresImportance, ShowsActivity
 from holdfast.neurons.rows import input_rows
-from holdfast.neurons.selection import Choice, Selection, listed, patterns
+from holdfast.neurons.selection import Choice, Selection, listed, pattern_of
 from holdfast.neurons.untapped import find_norms, find_untapped
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "find_untapped",
     "input_rows",
     "listed",
-    "patterns",
+    "pattern_of",
     "resolve_observe",
     "weight_layers",
 ]

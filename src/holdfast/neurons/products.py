@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import multi_head_attention_forward
+from torch.nn.functional import embedding, multi_head_attention_forward
 from torch.nn.utils.rnn import PackedSequence
 
 from holdfast.importance import precise
@@ -26,7 +26,8 @@ class Product:
         bias: the bias, or None.
         layout: the layout of the weight.
         modules: the modules whose calls show the inputs.
-        read: reads the inputs off a call: one tensor for all groups of the weight, or one for each.
+        read: reads the inputs off a call: one tensor for all groups of the weight, or one for each; none if the call
+            does not show them.
         unfolds: whether a module unfolds its inputs to rows, as a convolution does.
         lookup: whether the inputs are indices of the weight's rows, as in an embedding.
     """
@@ -65,6 +66,22 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], index: int, name: s
 def first_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:
     """The first argument of a call."""
     return [args[0] if args else next(iter(kwargs.values()))]
+
+
+def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:
+    """The indices of the rows that an embedding looked up.
+
+    A subclass may look up other rows than those given. Its indices count if it returns a multiple of their rows.
+    """
+    assert isinstance(module, nn.Embedding)
+    (indices,) = first_input(module, args, kwargs, output)
+    if type(module).forward is nn.Embedding.forward:
+        return [indices]
+    if not isinstance(indices, Tensor) or indices.is_floating_point() or output.shape[:-1] != indices.shape:
+        return []
+    rows = embedding(indices.clamp(0, len(module.weight) - 1), module.weight)
+    scale = (output * rows).sum() / rows.square().sum()
+    return [indices] if torch.allclose(output, scale * rows, rtol=1e-2) else []
 
 
 def attention_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """The argument `free`: parameters chosen by modules, parameters and names; and patterns of names."""
 
-import re
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -68,6 +67,15 @@ def _parameters_of(chosen: nn.Module | nn.Parameter) -> Iterator[nn.Parameter]:
         yield chosen
 
 
+def pattern_of(name: str) -> str:
+    """Replace the numbers in a name by `*`.
+
+    >>> pattern_of("layers.0.conv1.bias")
+    'layers.*.conv1.bias'
+    """
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def patterns(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names that differ only in numbers, by a pattern that matches them.
 
@@ -76,7 +84,7 @@ def patterns(names: Iterable[str]) -> dict[str, list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+        groups.setdefault(pattern_of(name), []).append(name)
     return {pattern if len(group) > 1 else group[0]: group for pattern, group in groups.items()}
 
 

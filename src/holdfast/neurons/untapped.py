@@ -18,8 +18,8 @@ from holdfast.neurons.products import (
     attended,
     attention_inputs,
     cell_state,
-    first_input,
     hidden_states,
+    looked_up,
     routed_inputs,
     sequence_inputs,
 )
@@ -31,11 +31,12 @@ _OF_INPUTS = ("gate_up_proj", "gate_proj", "up_proj")
 
 
 class _Own(NamedTuple):
-    """A module, its name, and its own parameters to be controlled, by name."""
+    """A module, its name, its own parameters to be controlled, by name, and all modules of its kind that share them."""
 
     name: str
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
+    sharing: Sequence[nn.Module]
 
     def path(self, name: str) -> str:
         return f"{self.name}.{name}".strip(".")
@@ -62,7 +63,7 @@ class _Own(NamedTuple):
         if weight not in self.parameters:
             return []
         shift = self.parameters.get(bias)
-        return [Product(name, self.parameters[weight], shift, layout, [self.module], read, lookup=lookup)]
+        return [Product(name, self.parameters[weight], shift, layout, self.sharing, read, lookup=lookup)]
 
 
 def find_norms(model: nn.Module, controlled: Collection[nn.Parameter]) -> list[Layer]:
@@ -87,8 +88,15 @@ def find_untapped(model: nn.Module, controlled: Collection[nn.Parameter]) -> lis
         if not isinstance(module, NORMS):
             own = {key: p for key, p in _parameters_of(module) if p in left}
             left -= set(own.values())
-            layers += _layers_of(_Own(name, module, own))
+            layers += _layers_of(_Own(name, module, own, _sharing(model, module)))
     return layers
+
+
+def _sharing(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """All embeddings with the weight of an embedding. Other modules are expected to share none."""
+    if not isinstance(module, nn.Embedding):
+        return [module]
+    return [other for other in model.modules() if isinstance(other, nn.Embedding) and other.weight is module.weight]
 
 
 def _parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -150,7 +158,7 @@ def _embedding(own: _Own, module: nn.Embedding | nn.EmbeddingBag) -> Iterator[La
         return
     for layer in own.layers(own.name, {"weight": Spread((1, int(module.embedding_dim)))}):
         if isinstance(module, nn.Embedding):
-            layer.products += own.products(layer.name, "weight", "", first_input, Layout(transposed=True), lookup=True)
+            layer.products += own.products(layer.name, "weight", "", looked_up, Layout(transposed=True), lookup=True)
         yield layer
 
 

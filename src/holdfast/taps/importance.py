@@ -192,6 +192,14 @@ class ImportanceTaps:
                 model(example)
         self.settle()
 
+    def locations(self) -> dict[Layer, str]:
+        """The names of the modules at whose outputs each layer is tapped, as far as they are found."""
+        found: dict[Layer, list[str]] = {}
+        for measurement in self._settled:
+            for layer in measurement.tap.layers:
+                found.setdefault(layer, []).append(self._wiring.names[measurement.tap.module])
+        return {layer: ", ".join(names) for layer, names in found.items()}
+
     # ---- measurements ----
 
     @property

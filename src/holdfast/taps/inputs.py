@@ -91,7 +91,8 @@ def _keep_inputs(
     output: Any,
 ) -> None:
     given = [x.clone() for x in product.read(module, args, kwargs, output)]  # the model may change them in place
-    inputs.setdefault((product, module), []).append(given)
+    if given:
+        inputs.setdefault((product, module), []).append(given)
 
 
 class Signal(NamedTuple, Generic[K]):
