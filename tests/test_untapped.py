@@ -11,6 +11,8 @@ from torch.optim import SGD, AdamW
 
 import holdfast
 from holdfast.importance import parameter_taylor, taylor
+from holdfast.methods.dpc import direct_all_
+from holdfast.methods.npc import measure_parameters
 from holdfast.neurons.rows import Layout
 
 
@@ -415,6 +417,37 @@ def test_stacked_layouts() -> None:
     for layout, matrix in ((Layout(3, stacked=True), weight), (Layout(3, transposed=True, stacked=True), weight.mT)):
         assert torch.equal(layout.matrix(weight), matrix)
         assert torch.equal(layout.weight(matrix, weight.shape), weight)
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(6, 4), nn.Parameter(torch.randn(1, 3, 4))
+        self.attention, self.norm = nn.MultiheadAttention(4, 2, batch_first=True), nn.LayerNorm(4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_models_without_taps_compile_to_one_graph() -> None:
+    """The model, and the parts of a step that are compiled on a GPU."""
+    model, tokens = Text(), torch.randint(6, (2, 3))
+    optimizer = holdfast.DPC(model, SGD(model.parameters(), lr=0.1), rate=0.5, example=tokens)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss_of(whole, (tokens,)).backward()
+    optimizer.step()
+    optimizer.consolidate([tokens])
+    moving = optimizer._moving()
+    terms = [[(p.detach(), p.grad, spread)] for p, _, spread in moving]
+    measure, direct = (torch.compile(f, backend="aot_eager", fullgraph=True) for f in (measure_parameters, direct_all_))
+    torch.testing.assert_close(measure(terms), measure_parameters(terms))
+    sides = optimizer._sides({p: index for index, (p, _, _) in enumerate(moving)})
+    changes = [[p.grad.clone() for p, _, _ in moving] for _ in range(2)]
+    for function, change in zip((direct, direct_all_), changes, strict=True):
+        function(torch.cat(list(optimizer.plasticity.values())), optimizer._widths, change, sides, None, 10.0)
+    torch.testing.assert_close(*changes)
+    torch.compiler.reset()
 
 
 def test_a_state_is_restored() -> None:
