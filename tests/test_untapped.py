@@ -67,9 +67,12 @@ class Experts(nn.Module):
         output = torch.zeros_like(hidden_states)
         for expert in range(3):
             routed = (top_k_index == expert).squeeze(1)
-            inner = torch.tanh(F.linear(hidden_states[routed], ups[expert], self.gate_up_proj_bias[expert]))
+            inner = self._apply_gate(F.linear(hidden_states[routed], ups[expert], self.gate_up_proj_bias[expert]))
             output[routed] = F.linear(inner, downs[expert])
         return output
+
+    def _apply_gate(self, inner: Tensor) -> Tensor:
+        return torch.tanh(inner)
 
 
 class Separate(nn.Module):
@@ -330,14 +333,15 @@ def test_experts_move_like_modules_on_the_tokens_routed_to_them(
     module = Experts(transposed).double()
     inputs = torch.randn(12, 4).double(), torch.arange(12).remainder(2).unsqueeze(1)
     twin = Separate(module)
-    module.down_proj.requires_grad_(False)  # whose inputs only the twin shows
-    twin.downs.requires_grad_(False)
     projected(module, inputs, wrapped)
     projected(twin, inputs, wrapped)
-    up = module.gate_up_proj.mT if transposed else module.gate_up_proj
+    up, down = module.gate_up_proj, module.down_proj
+    if transposed:
+        up, down = up.mT, down.mT
     for expert in range(2 if wrapped is AdamW else 3):
         torch.testing.assert_close(up[expert], twin.ups[expert].weight)
         torch.testing.assert_close(module.gate_up_proj_bias[expert], twin.ups[expert].bias)
+        torch.testing.assert_close(down[expert], twin.downs[expert].weight)
 
 
 def test_the_input_sides_of_a_recurrent_network() -> None:
@@ -397,6 +401,24 @@ def test_weights_whose_inputs_no_call_shows_change_by_their_plasticity(wrapped: 
     other = holdfast.DPC(twin, wrapped(twin.parameters(), lr=0.1))
     other.load_state_dict(optimizer.state_dict())
     assert holdfast.explain(other).directed == report.directed
+
+
+def test_a_bare_table_with_sparse_gradients_is_left_alone() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.linear(F.embedding(tokens, self.table, sparse=True))
+
+    model = Lookup()
+    optimizer = holdfast.NPC(model, SGD(model.parameters(), lr=0.1), rate=1.0, beta=1e-9)
+    before = model.table.detach().clone()
+    loss_of(model, (torch.tensor([[1, 2]]),)).backward()
+    with pytest.warns(UserWarning, match="full rate: table;"):
+        optimizer.step()
+    assert [row for row in range(6) if not torch.equal(model.table[row], before[row])] == [1, 2]
 
 
 def test_masked_attention_is_read_as_it_is_used() -> None:

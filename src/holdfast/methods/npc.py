@@ -207,12 +207,12 @@ class NPC(Plastic):
         return rows
 
     def _moving(self) -> list[tuple[nn.Parameter, int, Spread]]:
-        """The controlled parameters that have a gradient, each with the number of its layer and its spread."""
+        """The controlled parameters that have a dense gradient, each with the number of its layer and its spread."""
         return [
             (parameter, number, spread)
             for number, layer in enumerate(self._layers)
             for parameter, spread in layer.parameters
-            if parameter.grad is not None
+            if parameter.grad is not None and not parameter.grad.is_sparse
         ]
 
     # ---- what is controlled ----

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, multi_head_attention_forward
+from torch.nn.functional import embedding, linear, multi_head_attention_forward
 from torch.nn.utils.rnn import PackedSequence
 
 from holdfast.importance import precise
@@ -162,6 +162,22 @@ def routed_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not isinstance(chosen, Tensor) or chosen.is_floating_point() or len(chosen) != len(tokens):
         return [tokens for _ in experts]
     return [tokens[(chosen == expert).flatten(1).any(1)] for expert in experts]
+
+
+def gated_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> list[Tensor]:
+    """The inputs of each expert's second projection: its first one, computed again, behind the module's own gate.
+
+    None if the module has no `gate_up_proj` or no function `_apply_gate`, as experts in transformers have.
+    """
+    weight, gate = getattr(module, "gate_up_proj", None), getattr(module, "_apply_gate", None)
+    if not isinstance(weight, Tensor) or gate is None:
+        return []
+    weight = weight.mT if getattr(module, "is_transposed", False) else weight
+    bias = getattr(module, "gate_up_proj_bias", None)
+    return [
+        gate(linear(tokens, weight[expert], None if bias is None else bias[expert]))
+        for expert, tokens in enumerate(routed_inputs(module, args, kwargs, output))
+    ]
 
 
 def _values(sequence: Tensor | PackedSequence) -> Tensor:

@@ -18,6 +18,7 @@ from holdfast.neurons.products import (
     attended,
     attention_inputs,
     cell_state,
+    gated_inputs,
     hidden_states,
     looked_up,
     routed_inputs,
@@ -26,8 +27,8 @@ from holdfast.neurons.products import (
 from holdfast.neurons.rows import Layout
 
 _ROWS = Layout()
-_OF_INPUTS = ("gate_up_proj", "gate_proj", "up_proj")
-"""Weights of packed experts that multiply the inputs of their module."""
+_EXPERT_INPUTS = {"gate_up_proj": routed_inputs, "up_proj": routed_inputs, "down_proj": gated_inputs}
+"""The inputs of the weights of packed experts, by their names in transformers."""
 
 
 class _Own(NamedTuple):
@@ -172,9 +173,9 @@ def _experts(own: _Own, experts: int) -> Iterator[Layer]:
         if bias in own.parameters:
             spreads[bias] = Spread((experts, outputs))
         for layer in own.layers(own.path(name), spreads):
-            if name in _OF_INPUTS:
+            if (read := _EXPERT_INPUTS.get(name)) is not None:
                 layout = Layout(groups=experts, transposed=transposed, stacked=True)
-                layer.products += own.products(layer.name, name, bias, routed_inputs, layout)
+                layer.products += own.products(layer.name, name, bias, read, layout)
             yield layer
     yield from _bare(own.only(lambda name: name.removesuffix("_bias") not in packed))
 
