@@ -90,8 +90,8 @@ class NPC(Plastic):
         self._layers = [*tapped, *find_untapped(self.model, controlled), *self._norms]
         _check_layers(self.model, self._layers)
         observed = resolve_observe(self.model, [layer.name for layer in tapped], observe)
-        norms = {parameter: layer for layer in self._norms for parameter, _ in layer.parameters}
-        self._taps = ImportanceTaps(self.model, tapped, norms, observed)
+        owners = {parameter: layer for layer in self._norms for parameter, _ in layer.parameters}
+        self._taps = ImportanceTaps(self.model, tapped, controlled, observed, owners)
         weakref.finalize(self, self._taps.close).atexit = False
         self._taps.wrapper = self._wrapper
         self._prepare_importance()

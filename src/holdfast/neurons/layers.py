@@ -80,11 +80,12 @@ class Layer:
         if all(parameter is not mine for mine, _ in self.parameters):
             self.parameters.append((parameter, spread))
 
-    def adopt(self, norm: nn.Module, owners: Mapping[nn.Parameter, "Layer"]) -> None:
-        """Take the affine parameters of a normalization that follows the layer from their owners."""
+    def adopt(self, norm: nn.Module, trained: Collection[nn.Parameter], owners: Mapping[nn.Parameter, "Layer"]) -> None:
+        """Add the trained affine parameters of a normalization that follows the layer. Their owners give them up."""
         for parameter in norm.parameters(recurse=False):
-            if parameter in owners:
-                owners[parameter].disown(parameter)
+            if parameter in trained:
+                if parameter in owners:
+                    owners[parameter].disown(parameter)
                 self.own(parameter, spread_of(norm, parameter))
 
     def disown(self, parameter: nn.Parameter) -> None:

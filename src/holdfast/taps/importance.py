@@ -38,21 +38,24 @@ class ImportanceTaps:
     Args:
         model: the model in training.
         layers: its layers under control.
-        norms: the layers of normalizations, by parameter. Layers adopt the parameters of a normalization behind them.
+        trained: parameters that the layers adopt from normalizations behind them.
         observed: modules at whose outputs some layers are tapped, by layer name. All other taps are found.
+        owners: the layers from which such parameters are taken.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: Collection[Layer],
-        norms: Mapping[nn.Parameter, Layer],
+        trained: Collection[nn.Parameter],
         observed: Mapping[str, nn.Module],
+        owners: Mapping[nn.Parameter, Layer] | None = None,
     ) -> None:
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None  # weak: a wrapper keeps its process group
         self.carriers = {layer: Carrier(layer) for layer in layers}
         self._model = model
-        self._norms = norms
+        self._trained = trained
+        self._owners = owners or {}
         self._wiring = Wiring(model, layers, observed)
         self._taps = Taps()
         self._settled: dict[_Measurement, RemovableHandle] = {}
@@ -154,7 +157,7 @@ class ImportanceTaps:
         for layer, site in tap.sites:
             self.carriers[layer].tensor = self._candidates[layer, site]
             if isinstance(tap.origin, NORMS):
-                layer.adopt(tap.origin, self._norms)
+                layer.adopt(tap.origin, self._trained, self._owners)
         measurement = _Measurement(tap, [self.carriers[layer] for layer in tap.layers])
         measurement.hand_over()
         self._settled[measurement] = self._taps.on_output(tap.module, measurement, first=True)
