@@ -28,11 +28,25 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was 
 STEPS, BATCH = 5, 8
 
 
-def build() -> nn.Sequential:
+class Attended(nn.Module):
+    """Layers that are measured by their gradients, which processes average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.attention = (
+            nn.Parameter(torch.randn(1, 3, 2)),
+            nn.MultiheadAttention(2, 1, batch_first=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (3, 2)) + self.position
+        return (x + self.attention(x, x, x, need_weights=False)[0]).flatten(1)
+
+
+def build(untapped: bool = False) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    middle = Attended() if untapped else nn.ReLU()
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), middle, nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 def data() -> list[Tensor]:
@@ -54,7 +68,7 @@ def leave() -> None:
 def worker(rank: int, folder: str, given: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    inner = build()
+    inner = build(given == "untapped")
     wrapper = DistributedDataParallel(inner)
     model = wrapper if given == "wrapper" else inner
     optimizer = holdfast.NPC(model, SGD(wrapper.parameters(), lr=0.1), rate=0.3, free=[inner[5]])
@@ -63,9 +77,9 @@ def worker(rank: int, folder: str, given: str) -> None:
     leave()
 
 
-@pytest.mark.parametrize("given", ["wrapper", "model inside"])
+@pytest.mark.parametrize("given", ["wrapper", "model inside", "untapped"])
 def test_halves_of_a_batch_on_two_processes(given: str) -> None:
-    whole = build()
+    whole = build(given == "untapped")
     expected = trained(whole, holdfast.NPC(whole, SGD(whole.parameters(), lr=0.1), rate=0.3, free=[whole[5]]), data())
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(folder, given), nprocs=2)

@@ -1,16 +1,33 @@
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import holdfast
 from holdfast.neurons import Layer, find_layers
 from holdfast.neurons.kinds import neuron_axis
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as in GPT-2 of transformers."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(3, 4), (2, 3)),
     "linear on tokens": (lambda: nn.Linear(3, 4), (2, 5, 3)),
     "linear without a batch": (lambda: nn.Linear(3, 4), (3,)),
+    "transposed linear": (lambda: Conv1D(4, 3), (2, 5, 3)),
     "conv1d": (lambda: nn.Conv1d(2, 4, 2), (2, 2, 5)),
     "conv2d": (lambda: nn.Conv2d(2, 4, 2), (2, 2, 4, 5)),
     "conv2d without a batch": (lambda: nn.Conv2d(2, 4, 2), (2, 4, 5)),
@@ -71,6 +88,56 @@ def test_modules_that_share_a_weight_are_one_layer() -> None:
     (layer,) = layers_of(model)
     assert layer.modules == [model[0], model[2]]
     assert {id(p) for p, _ in layer.parameters} == {id(p) for p in model.parameters()}
+
+
+def test_a_transposed_linear_layer_is_controlled_like_a_linear_one() -> None:
+    """Also by DPC, which projects its weight on the input side."""
+    linear, transposed = nn.Linear(5, 4), Conv1D(4, 5)
+    with torch.no_grad():
+        transposed.weight.copy_(linear.weight.T)
+        transposed.bias.copy_(linear.bias)
+    models = [nn.Sequential(linear, nn.Tanh()), nn.Sequential(transposed, nn.Tanh())]
+    batches = [torch.randn(3, 6, 5) for _ in range(4)]
+    for wrapped in (torch.optim.SGD, torch.optim.AdamW):
+        optimizers = [holdfast.DPC(m, wrapped(m.parameters(), lr=0.1), rate=0.5, beta=1.0) for m in models]
+        for x in batches:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.consolidate([x])
+        torch.testing.assert_close(linear.weight, transposed.weight.T, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(linear.bias, transposed.bias, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(optimizers[0].importance, optimizers[1].importance, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(optimizers[0].capacity, optimizers[1].capacity)
+        assert 0 < optimizers[0].plasticity["0"].max() < 1
+        for optimizer in optimizers:
+            optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("choose", "names"),
+    [
+        (lambda model: model[1], ["1.weight", "1.bias"]),
+        (lambda model: model[0].bias, ["0.bias"]),
+        (lambda model: [model[0].bias, "1"], ["0.bias", "1.weight", "1.bias"]),
+        (lambda model: "*.bias", ["0.bias", "1.bias", "2.0.bias"]),
+        (lambda model: "2*", ["2.0.weight", "2.0.bias"]),
+    ],
+)
+def test_parameters_are_free_by_module_by_parameter_and_by_name(
+    choose: Callable[[nn.Sequential], Any], names: list[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2)))
+    optimizer = holdfast.NPC(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), rate=1.0, beta=1e-9, free=choose(model)
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.randn(4, 3)).square().sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()  # everything but the free parameters is frozen
+    assert [name for name, p in model.named_parameters() if not torch.equal(p, before[name])] == names
 
 
 def test_what_is_free_is_left_out_with_all_that_is_inside() -> None:

@@ -28,7 +28,18 @@ def npc(model: nn.Module, **knobs: Any) -> holdfast.NPC:
         ({"rate": 1.1}, ValueError, "got 1.1"),
         ({"rate": True}, TypeError, "rate must be a number"),
         ({"gain": -1}, ValueError, "gain must be above 0, got -1"),
-        ({"free": ["head"]}, TypeError, r"free takes modules of the model, as in free=\[model.head\]; got 'head'"),
+        ({"free": [4]}, TypeError, r"free takes modules, parameters and names, as in free=\[model.head, .*\]; got 4"),
+        (
+            {"free": ["4.wieght"]},
+            ValueError,
+            "no module or parameter '4.wieght'; did you mean '4.weight'",
+        ),
+        ({"free": "head"}, ValueError, r"no module or parameter 'head'; names are those of model.named_parameters\(\)"),
+        (
+            {"free": nn.Parameter(torch.ones(2, 3))},
+            ValueError,
+            r"a parameter of shape \(2, 3\) that is not of",
+        ),
         ({"free": [nn.Linear(2, 2)]}, ValueError, "free has a Linear that is not a module of this model"),
         ({"observe": {"nowhere": "1"}}, ValueError, "'nowhere' is not an observable layer; choose from 0, 2, 4"),
         ({"observe": {"0": "nowhere"}}, ValueError, "no module 'nowhere' to observe '0' at"),
@@ -46,8 +57,8 @@ def test_a_single_free_module_need_not_be_in_a_list() -> None:
 
 
 def test_no_neurons() -> None:
-    with pytest.raises(ValueError, match="Embedding has no neurons to control"):
-        npc(nn.Embedding(3, 2))
+    with pytest.raises(ValueError, match="Embedding has no neurons to control: it has only sparse embeddings"):
+        npc(nn.Embedding(3, 2, sparse=True))
     model = mlp()
     with pytest.raises(ValueError, match="no neuron is left to control"):
         npc(model, free=[model])
@@ -141,12 +152,13 @@ def test_importance_recovers_after_a_bad_batch() -> None:
 
 
 class Odd(nn.Module):
-    """Parameters of every kind that belongs to no neuron."""
+    """Parameters of every kind that no module shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.position = nn.Parameter(torch.zeros(4))
+        self.embedding = nn.Embedding(5, 4, sparse=sparse)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.position = nn.Parameter(torch.randn(4))
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.norm = nn.LayerNorm(4)
         self.linear = nn.Linear(4, 4)
@@ -154,13 +166,14 @@ class Odd(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position
+        x = self.scale * self.embedding(tokens) + self.position
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return self.head(self.fixed(torch.relu(self.linear(self.norm(x)))).mean(1))
 
 
-def test_one_warning_names_all_that_is_not_controlled() -> None:
-    model = Odd()
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_warning_tells_what_share_is_not_controlled(sparse: bool) -> None:
+    model = Odd(sparse)
     optimizer = npc(model, free=[model.head])
     fixed = model.fixed.weight.clone()
     with warnings.catch_warnings(record=True) as caught:
@@ -169,18 +182,43 @@ def test_one_warning_names_all_that_is_not_controlled() -> None:
             optimizer.zero_grad()
             model(torch.randint(5, (3, 6))).sum().backward()
             optimizer.step()
+    layers = {"linear", "fixed", "position", "attention.in_proj", "attention.out_proj", "norm"}
+    assert optimizer.importance.keys() == layers | (set() if sparse else {"embedding"})
+    assert torch.equal(model.fixed.weight, fixed)
+    if not sparse:  # only the scale, a single number
+        assert not caught
+        return
     (warning,) = caught
     assert warning.filename == __file__
-    named = str(warning.message).split(": ")[1].split(";")[0].split(", ")
-    expected = {
-        n for n, _ in model.named_parameters() if n.split(".")[0] in ("embedding", "position", "attention", "norm")
-    }
-    assert set(named) == expected
-    assert optimizer.importance.keys() == {"linear", "fixed"}
-    assert torch.equal(model.fixed.weight, fixed)
+    trained = 5 * 4 + 1 + 4 + (3 * 4 * 5 + 4 * 5) + 8 + 20
+    assert str(warning.message).startswith(
+        f"{21 / trained:.0%} of the trained parameters are not controlled and train at the full rate: "
+        "embedding.weight, scale; name them in free="
+    )
 
 
-def test_a_layer_that_is_used_without_being_called_is_named() -> None:
+def test_the_warning_of_a_large_model_is_short() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Embedding(5, 4, sparse=True) for _ in range(100))
+            self.tables = nn.ModuleDict(
+                {f"table_{letter * 12}": nn.Embedding(5, 4, sparse=True) for letter in "abcdefghi"}
+            )
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(sum(table(tokens) for table in (*self.layers, *self.tables.values())))
+
+    model = Counter()
+    optimizer = npc(model)
+    model(torch.randint(5, (3, 6))).sum().backward()
+    with pytest.warns(UserWarning, match=r"100% of .*: layers\.\*\.weight \(100\), tables\..* and \d more;") as caught:
+        optimizer.step()
+    assert len(str(caught[0].message)) < 400
+
+
+def test_a_layer_that_is_used_without_being_called_is_measured_by_its_gradients() -> None:
     class Bypass(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,7 +228,10 @@ def test_a_layer_that_is_used_without_being_called_is_named() -> None:
             return nn.functional.linear(self.called(x), self.bypassed.weight)
 
     model = Bypass()
-    optimizer = npc(model)
-    model(torch.randn(3, 4)).sum().backward()
-    with pytest.warns(UserWarning, match="train at the full rate: bypassed.weight;"):
-        optimizer.step()
+    optimizer = npc(model, rate=1.0)
+    y = model(torch.randn(3, 4))
+    (g,) = torch.autograd.grad(y.square().sum(), y, retain_graph=True)
+    y.square().sum().backward()
+    optimizer.step()
+    expected = (y * g).sum(0).abs().detach()
+    torch.testing.assert_close(optimizer.importance["bypassed"], expected / expected.mean())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Joint,
         LwF,
         Separate,
+        explain,
     )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SSL",
     "Separate",
     "__version__",
+    "explain",
 ]
 
 

@@ -4,6 +4,9 @@ A layer multiplies its inputs a by a matrix W. A change G of W changes the outpu
 moment A = E[a a^T] of old inputs, the change G P with P = (I + kappa A)^-1 minimizes |G P - G|^2 + kappa E|G P a|^2:
 it stays close to G where no old input lies, and vanishes where old inputs are strong. Tensors have a leading axis of
 groups, for grouped convolutions.
+
+The inputs of an embedding are one-hot, so their second moment is diagonal: how often each row was used. Such a moment
+is a matrix `[groups, inputs]` of its diagonals, and needs no directions.
 """
 
 from typing import NamedTuple
@@ -47,15 +50,25 @@ def second_moment(rows: Tensor, *, bias: bool) -> Tensor:
     return torch.cat([torch.cat([total, sums.mT], 2), torch.cat([sums, count], 2)], 1)
 
 
+def uses(indices: Tensor, inputs: int) -> Tensor:
+    """The diagonal second moment of one-hot inputs, given as indices: how often each was used, `[1, inputs]`.
+
+    >>> uses(torch.tensor([[2, 0], [2, 2]]), inputs=4)
+    tensor([[1., 0., 3., 0.]], dtype=torch.float64)
+    """
+    return torch.bincount(indices.flatten(), minlength=inputs).double().unsqueeze(0)
+
+
 def normalized(moment: Tensor) -> Tensor:
-    """Divide a second moment by the mean of its diagonal. Zero stays zero.
+    """Divide a second moment, or a diagonal one, by the mean of its diagonal. Zero stays zero.
 
     >>> normalized(torch.tensor([[[3.0, 1.0], [1.0, 1.0]]]))
     tensor([[[1.5000, 0.5000],
              [0.5000, 0.5000]]])
     """
-    scale = moment.diagonal(dim1=1, dim2=2).mean(1)
-    return moment / torch.where(scale > 0, scale, 1).view(-1, 1, 1)
+    diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
+    scale = diagonal.mean(1)
+    return moment / torch.where(scale > 0, scale, 1).view(-1, *[1] * (moment.dim() - 1))
 
 
 def leading(moment: Tensor, rank: int | None) -> Directions:
@@ -153,3 +166,22 @@ def directed(
     outside = torch.lerp(elsewhere.expand_as(share), torch.ones_like(share), share)
     moved = outside * change + inside @ weights.mT
     return moved, None if bias is None else outside * bias + (inside * last).sum(2, keepdim=True)
+
+
+def diagonal_capacity(moment: Tensor, kappa: float) -> Tensor:
+    """The `capacity` of a diagonal second moment.
+
+    >>> diagonal_capacity(torch.tensor([[0.0, 1.0]]), kappa=1.0)
+    tensor(0.2500)
+    """
+    return (1 - (1 + kappa * moment).reciprocal()).mean()
+
+
+def diagonally_directed(change: Tensor, share: Tensor, moment: Tensor, kappa: float) -> Tensor:
+    """The change of `directed` for a diagonal second moment.
+
+    >>> diagonally_directed(torch.ones(1, 2, 2), torch.tensor([[[0.0], [0.5]]]), torch.tensor([[0.0, 9.0]]), kappa=1.0)
+    tensor([[[1.0000, 0.1000],
+             [1.0000, 0.5500]]])
+    """
+    return change * torch.lerp((1 + kappa * moment).reciprocal().unsqueeze(1), torch.ones_like(share), share)

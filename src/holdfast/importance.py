@@ -4,7 +4,7 @@ Equation numbers are those of Paik, Oh, Kwak, Kim, "Overcoming Catastrophic Forg
 Control". `docs/npc.md` derives them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,24 @@ def taylor(activation: Tensor, gradient: Tensor, axis: int) -> Tensor:
     positions = [i for i in range(product.dim()) if i not in (0, axis)]
     per_sample = product.mean(positions, dtype=dtype) if positions else product.to(dtype)
     return per_sample.abs() if axis == 0 else per_sample.abs().sum(0)
+
+
+def parameter_taylor(terms: Iterable[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]) -> Tensor:
+    """Eq. 2 without taps: |the sum of w * dL/dw over the parameters w of a neuron|, per neuron.
+
+    If the output n of a neuron is of degree 1 in its parameters, as a weighted sum of inputs plus a bias is, then
+    n = sum of w * dn/dw, and the sum of w * dL/dw is that of n * dL/dn over all samples and positions (Euler). Unlike
+    in `taylor`, the absolute value is taken after the sum over samples, so terms of opposite signs cancel.
+
+    Args:
+        terms: for each parameter, its value, its gradient, and a function that sums its elements for each neuron.
+
+    >>> weight, gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+    >>> parameter_taylor([(weight, gradient, lambda product: product.sum(1))])
+    tensor([1., 7.])
+    """
+    sums = [total(value.to(precise(value.dtype)) * gradient) for value, gradient, total in terms]
+    return torch.stack(sums).sum(0).abs() if len(sums) > 1 else sums[0].abs()
 
 
 class Observe(torch.autograd.Function):

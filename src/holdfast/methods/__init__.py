@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from holdfast.methods.cpc import CPC
     from holdfast.methods.dpc import DPC
     from holdfast.methods.ewc import EWC
+    from holdfast.methods.explaining import explain
     from holdfast.methods.finetune import FineTune
     from holdfast.methods.joint import Joint
     from holdfast.methods.kfac import KFAC
@@ -67,9 +68,11 @@ def parts_of(method: str) -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a method class, or the base class `Method`, when it is first used."""
+    """Import a method class, the base class `Method` or the function `explain` when it is first used."""
     if name == "Method":
         return import_module("holdfast.methods.method").Method
+    if name == "explain":
+        return import_module("holdfast.methods.explaining").explain
     if (registered := METHODS.named(name)) is not None:
         return METHODS[registered]
     raise AttributeError(f"module 'holdfast.methods' has no attribute {name!r}")
@@ -92,5 +95,6 @@ __all__ = [
     "SI",
     "SSL",
     "Separate",
+    "explain",
     "parts_of",
 ]

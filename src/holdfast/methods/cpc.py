@@ -11,6 +11,7 @@ from holdfast.importance import precise
 from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.plastic import Plastic, is_plain_sgd
 from holdfast.methods.settings import Fraction, Positive
+from holdfast.neurons import Choice
 from holdfast.plasticity import limit_, plastic_bits, plasticity
 
 Normalize = Literal["parameter", "model"]
@@ -92,7 +93,8 @@ class CPC(Plastic):
         rate: the weight of the newest measurement in the moving average of importance.
         gain: the factor of plasticity below its maximum of 1.
         normalize: the set of connections whose mean importance is 1: those of a "parameter", or of the whole "model".
-        free: modules that keep the full learning rate, above all the task heads.
+        free: what keeps the full learning rate, above all the task heads: modules, parameters, and names of either,
+            which may be patterns, as in `[model.head, "*.bias"]`.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = CPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
@@ -114,7 +116,7 @@ class CPC(Plastic):
         rate: Fraction = 5e-4,
         gain: Positive = 1.0,
         normalize: Normalize = "parameter",
-        free: Iterable[nn.Module] = (),
+        free: Choice | Iterable[Choice] = (),
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
         self._set(normalize=normalize)

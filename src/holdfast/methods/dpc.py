@@ -9,37 +9,58 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
+from holdfast.directions import (
+    Directions,
+    capacity,
+    dense,
+    diagonal_capacity,
+    diagonally_directed,
+    directed,
+    leading,
+    normalized,
+    second_moment,
+    uses,
+)
 from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite, check_samples
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
 from holdfast.methods.settings import Count, Fraction, Positive
-from holdfast.neurons import Layer
-from holdfast.neurons.rows import Layout, batched, group_rows
+from holdfast.neurons import Choice, Layer, Product
+from holdfast.neurons.rows import Layout
 from holdfast.samples import Batch, device_of, samples_of
-from holdfast.taps import CallTap, module_inputs
+from holdfast.taps import CallTap, product_inputs
 
-_CHUNK = 2**26  # elements of unfolded inputs at once
+Moment = Directions | Tensor
+"""A second moment by its directions, or a diagonal one."""
 
 
 class Side(NamedTuple):
-    """The input side of a layer in one step."""
+    """The input side of a product in one step."""
 
     number: int
     """The number of the layer."""
     layout: Layout
     indices: tuple[int, ...]
     """The indices of the weight, and of the bias if it has a gradient, among the changing tensors."""
-    directions: Directions
+    moment: Moment
+
+    def directed(
+        self, change: Tensor, bias: Tensor | None, share: Tensor, kappa: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """The change s G + (1 - s) G P of the weight and of the bias."""
+        if isinstance(self.moment, Tensor):
+            return diagonally_directed(change, share, self.moment, kappa), None
+        return directed(change, bias, share, self.moment, kappa)
 
     def matrices(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The weight, `[groups, neurons, inputs]`, and the bias, `[groups, neurons, 1]`, if it has a gradient.
 
         They are not joined into one matrix: products with an odd number of inputs are slow on a GPU.
         """
-        weight, *bias = (tensors[index].to(self.directions.vectors.dtype) for index in self.indices)
+        dtype = self.moment.dtype if isinstance(self.moment, Tensor) else self.moment.vectors.dtype
+        weight, *bias = (tensors[index].to(dtype) for index in self.indices)
         return self.layout.matrix(weight), bias[0].view(self.layout.groups, -1, 1) if bias else None
 
     def write_(self, tensors: Sequence[Tensor], matrices: tuple[Tensor, Tensor | None]) -> None:
@@ -47,7 +68,8 @@ class Side(NamedTuple):
         weight = tensors[self.indices[0]]
         weight.copy_(self.layout.weight(matrices[0], weight.shape))
         if matrices[1] is not None:
-            tensors[self.indices[1]].copy_(matrices[1].reshape(-1))
+            bias = tensors[self.indices[1]]
+            bias.copy_(matrices[1].reshape(bias.shape))
 
 
 def direct_all_(
@@ -58,13 +80,13 @@ def direct_all_(
     before: Sequence[Tensor] | None,
     kappa: float,
 ) -> None:
-    """Change the weight and bias of every layer by s G + (1 - s) G P instead of G, in place.
+    """Change the weight and bias of every product by s G + (1 - s) G P instead of G, in place.
 
     Args:
         shares: the plasticity s of all neurons of all layers.
         widths: the number of neurons of each layer.
         changing: gradients, or parameters after their step if `before` holds their values before it.
-        sides: the input sides of the layers.
+        sides: the input sides of the products.
         before: the parameters before their step, or None for gradients.
         kappa: the strength of the protection.
     """
@@ -73,11 +95,11 @@ def direct_all_(
         weight, bias = side.matrices(changing)
         share = split[side.number].to(weight).view(side.layout.groups, -1, 1)
         if before is None:
-            side.write_(changing, directed(weight, bias, share, side.directions, kappa))
+            side.write_(changing, side.directed(weight, bias, share, kappa))
             continue
         old_weight, old_bias = side.matrices(before)
         change = None if bias is None or old_bias is None else bias - old_bias
-        moved, moved_bias = directed(weight - old_weight, change, share, side.directions, kappa)
+        moved, moved_bias = side.directed(weight - old_weight, change, share, kappa)
         plastic = share == 1  # to the bit
         moved = torch.where(plastic, weight, old_weight + moved)
         if bias is not None and old_bias is not None and moved_bias is not None:
@@ -96,7 +118,8 @@ class DPC(NPC):
 
     with the plasticity s_i of NPC. A plastic neuron (s_i = 1) changes freely. A frozen one (s_i = 0) changes where it
     leaves the layer's outputs on old inputs alone. Before the first `consolidate`, a step is NPC's: dW_i = s_i G_i.
-    Affine parameters of normalizations have no input side and always change by s_i.
+    The inputs of an embedding are one-hot: A is diagonal, how often each row was used. Affine parameters of
+    normalizations and weights whose inputs no call of a module shows always change by s_i.
 
     Args:
         model: the model in training. It gets hooks, which `close` removes, and nothing else.
@@ -105,7 +128,8 @@ class DPC(NPC):
         kappa: the strength of the protection of old inputs.
         rate: the weight of the newest measurement in the moving average of importance.
         gain: the factor of plasticity below its maximum of 1.
-        free: modules that keep the full learning rate, above all the task heads.
+        free: what keeps the full learning rate, above all the task heads: modules, parameters, and names of either,
+            which may be patterns, as in `[model.head, "*.bias"]`.
         observe: modules at whose outputs neurons are tapped, as in `NPC`.
         example: one batch of inputs, as in `NPC`.
         samples: the number of samples per task on which A is measured, the first of its batches; all if None.
@@ -125,11 +149,12 @@ class DPC(NPC):
 
     needs: ClassVar = Needs(heads=True, example=True, data=True)
     remembers: ClassVar = {
-        "importance": AS_BEFORE.at_least(0),
+        "_importance": AS_BEFORE.at_least(0),
         "tasks": PLAIN,
         "_vectors": AS_BEFORE,
         "_values": AS_BEFORE.at_least(0),
         "_rest": AS_BEFORE.at_least(0),
+        "_unread": PLAIN,
         "steps": PLAIN,
     }
 
@@ -147,7 +172,7 @@ class DPC(NPC):
         kappa: Positive = 100.0,
         rate: Fraction = 5e-4,
         gain: Positive = 1.0,
-        free: Iterable[nn.Module] = (),
+        free: Choice | Iterable[Choice] = (),
         observe: Mapping[str, str] | None = None,
         example: Any = None,
         samples: Count = 4096,
@@ -160,45 +185,67 @@ class DPC(NPC):
         self._vectors: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
-        for _, layer, parts in self._sided():
-            self._keep(layer.name, self._nothing(layer, parts))
+        self._unread: list[str] = []  # products of layers that learned, without a call that showed their inputs
+        for _, product in self._products():
+            self._keep(product.name, self._nothing(product))
         self._calls = CallTap(self.model) if every else None
         if self._calls is not None:
             weakref.finalize(self, self._calls.close).atexit = False
 
-    # ---- the layers ----
+    # ---- the products ----
 
-    def _sided(self) -> Iterator[tuple[int, Layer, list[nn.Parameter]]]:
-        """The layers with an input side, those whose weight is trained: number, layer, weight and bias."""
+    def _products(self) -> Iterator[tuple[int, Product]]:
+        """The products with an input side, each with the number of its layer."""
         for number, layer in enumerate(self._layers):
-            if parts := layer.weight_and_bias:
-                yield number, layer, parts
+            for product in layer.products:
+                yield number, product
 
-    def _nothing(self, layer: Layer, parts: list[nn.Parameter]) -> Directions:
-        """Directions of a layer without any old inputs."""
-        groups, _, inputs = Layout.of(layer.modules[0]).joined(*(p.detach() for p in parts)).shape
+    def _nothing(self, product: Product) -> Moment:
+        """The second moment of a product without any old inputs."""
+        groups, _, inputs = product.shape
+        like = torch.zeros((), dtype=precise(product.weight.dtype), device=product.weight.device)
+        if product.lookup:
+            return like.new_zeros(groups, inputs)
         kept = inputs if self.rank is None else min(self.rank, inputs)
-        like = torch.zeros((), dtype=precise(parts[0].dtype), device=parts[0].device)
         return Directions(like.new_zeros(groups, inputs, kept), like.new_zeros(groups, kept), like.new_zeros(groups))
 
-    def _keep(self, name: str, directions: Directions) -> None:
-        self._vectors[name], self._values[name], self._rest[name] = directions
+    def _keep(self, name: str, moment: Moment) -> None:
+        if isinstance(moment, Tensor):
+            self._values[name] = moment
+        else:
+            self._vectors[name], self._values[name], self._rest[name] = moment
 
-    def _directions(self, layer: Layer, device: torch.device) -> Directions:
-        kept = (memory[layer.name].to(device) for memory in (self._vectors, self._values, self._rest))
-        self._keep(layer.name, directions := Directions(*kept))
-        return directions
+    def _moment(self, product: Product, device: torch.device) -> Moment:
+        """The second moment of a product's old inputs, moved to the device of its weight."""
+        name = product.name
+        memories = [self._values] if product.lookup else [self._vectors, self._values, self._rest]
+        kept = [memory[name].to(device) for memory in memories]
+        self._keep(name, moment := kept[0] if product.lookup else Directions(*kept))
+        return moment
 
     @property
     def capacity(self) -> dict[str, float]:
-        """The share of each layer's input directions that finished tasks take, from 0 (free) to 1 (full).
+        """The share of the input directions that finished tasks take, from 0 (free) to 1 (full), by layer.
 
-        It is trace(kappa A (I + kappa A)^-1) / d for d inputs.
+        It is trace(kappa A (I + kappa A)^-1) / d for d inputs. A recurrent layer has two entries: for its inputs, with
+        the ending `ih`, and for its hidden states, with the ending `hh`.
         """
-        return {
-            layer.name: float(capacity(self._directions(layer, parts[0].device), self.kappa))
-            for _, layer, parts in self._sided()
-        }
+        taken = {}
+        for _, product in self._products():
+            moment = self._moment(product, product.weight.device)
+            taken[product.name] = float(
+                diagonal_capacity(moment, self.kappa) if isinstance(moment, Tensor) else capacity(moment, self.kappa)
+            )
+        return taken
+
+    def _directed(self, layer: Layer) -> int:
+        read = [product for product in layer.products if product.name not in self._unread]
+        return sum(parameter.numel() for product in read for parameter in product.parameters)
+
+    def _memory_of(self, layer: Layer) -> int:
+        memories = (self._vectors, self._values, self._rest)
+        kept = [memory[product.name] for product in layer.products for memory in memories if product.name in memory]
+        return super()._memory_of(layer) + sum(tensor.nbytes for tensor in kept)
 
     # ---- a step ----
 
@@ -225,12 +272,12 @@ class DPC(NPC):
         return [
             Side(
                 number,
-                Layout.of(layer.modules[0]),
-                tuple(indices[p] for p in parts if p in indices),
-                self._directions(layer, parts[0].device),
+                product.layout,
+                tuple(indices[p] for p in product.parameters if p in indices),
+                self._moment(product, product.weight.device),
             )
-            for number, layer, parts in self._sided()
-            if parts[0] in indices
+            for number, product in self._products()
+            if product.weight in indices and product.name not in self._unread
         ]
 
     # ---- the end of a task ----
@@ -238,28 +285,41 @@ class DPC(NPC):
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit | None:
         if self.every is not None:
             return None
-        return partial(self._remember, self._with(self._measured(batches, self.samples)))
+        moments = self._measured(batches, self.samples)
+        return partial(self._remember, self._with(moments), self._without(moments))
 
-    def _with(self, moments: Mapping[str, Tensor], weight: float = 1.0) -> dict[str, Directions]:
-        """A plus weighted second moments of further inputs, by layer."""
+    def _with(self, moments: Mapping[str, Tensor], weight: float = 1.0) -> dict[str, Moment]:
+        """A plus weighted second moments of further inputs, by product."""
         return {
-            layer.name: self._sum(self._directions(layer, moments[layer.name].device), weight * moments[layer.name])
-            for _, layer, _ in self._sided()
+            product.name: self._sum(self._moment(product, moments[product.name].device), weight * moments[product.name])
+            for _, product in self._products()
         }
 
-    def _sum(self, before: Directions, moment: Tensor) -> Directions:
-        """Directions of a known second moment plus another one."""
+    def _without(self, moments: Mapping[str, Tensor]) -> list[str]:
+        """The products without any inputs so far whose layers learned: they were used, but no call showed it."""
+        importance = self._split(self._row)
+        return [
+            product.name
+            for number, product in self._products()
+            if not moments[product.name].any() and not self._values[product.name].any() and importance[number].any()
+        ]
+
+    def _sum(self, before: Moment, moment: Tensor) -> Moment:
+        """A known second moment plus another one."""
+        if isinstance(before, Tensor):
+            return before + moment.to(before)
         total = dense(Directions(*(each.double() for each in before))) + moment
         return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
 
-    def _remember(self, found: Mapping[str, Directions]) -> None:
-        for name, directions in found.items():
-            self._keep(name, directions)
+    def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
+        for name, moment in found.items():
+            self._keep(name, moment)
+        self._unread = unread
         self.tasks += 1
 
     @torch.no_grad()
     def _measured(self, batches: Iterable[Any], samples: int | None) -> dict[str, Tensor]:
-        """A of each layer on the first samples of the batches, in float64."""
+        """A of each product on the first samples of the batches, in float64."""
         moments = self._moments(batches, samples)
         self._sum_over_processes(moments.values())
         for name, moment in moments.items():
@@ -267,16 +327,15 @@ class DPC(NPC):
         return {name: normalized(moment) for name, moment in moments.items()}
 
     def _moments(self, batches: Iterable[Any], samples: int | None) -> dict[str, Tensor]:
-        """The sums of a a^T over all inputs of each layer on the batches, in float64."""
-        biased = {layer.name: len(parts) > 1 for _, layer, parts in self._sided()}
-        modules = {(layer.name, module): module for _, layer, _ in self._sided() for module in layer.modules}
-        sums = {layer.name: dense(self._nothing(layer, parts)).double() for _, layer, parts in self._sided()}
+        """The sums of a a^T over all inputs of each product on the batches, in float64."""
+        products = [product for _, product in self._products()]
+        sums = {product.name: _zeros_like(self._nothing(product)) for product in products}
         count = 0
-        for inputs in module_inputs(self.model, modules, samples_of(batches, samples, device_of(self.model))):
+        for inputs in product_inputs(self.model, products, samples_of(batches, samples, device_of(self.model))):
             count += 1
-            for (name, module), given in inputs.items():
+            for (product, module), given in inputs.items():
                 for x in given:
-                    sums[name] += _second_moment(module, x, bias=biased[name])
+                    sums[product.name] += _second_moment(product, module, x)
         check_samples(count)
         return sums
 
@@ -291,7 +350,7 @@ class DPC(NPC):
         if self.steps % self.every == 0:
             moments = self._measured([Batch(call.args, call.kwargs, labels=None)], self.samples)
             weight = min(1.0, self.rate * self.every)
-            self._remember(self._with(moments, weight))
+            self._remember(self._with(moments, weight), self._without(moments))
 
     @property
     def _recordable(self) -> bool:
@@ -303,9 +362,14 @@ class DPC(NPC):
             self._calls.close()
 
 
-def _second_moment(module: nn.Module, x: Tensor, *, bias: bool) -> Tensor:
-    """The sum of a a^T over the inputs `x` of a layer, in float64. Inputs are unfolded in chunks of samples."""
-    x = batched(module, x.to(precise(x.dtype)))
-    samples = max(1, _CHUNK // max(1, group_rows(module, x[:1]).numel()))
-    moments = [second_moment(group_rows(module, part), bias=bias).double() for part in torch.split(x, samples)]
-    return torch.stack(moments).sum(0)
+def _zeros_like(moment: Moment) -> Tensor:
+    return (moment if isinstance(moment, Tensor) else dense(moment)).double()
+
+
+def _second_moment(product: Product, module: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """The sum of a a^T over the inputs read off one call of `module`, in float64."""
+    if product.lookup:
+        return uses(inputs[0], product.shape[2])
+    bias = product.bias is not None
+    by_group = [[second_moment(part, bias=bias).double() for part in rows] for rows in product.rows(module, inputs)]
+    return torch.cat([torch.stack(moments).sum(0) for moments in by_group])

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from holdfast.compiling import compiled
 from holdfast.errors import warn
 from holdfast.methods import memory
+from holdfast.methods.report import Report
 from holdfast.methods.settings import checked, settings_of
 from holdfast.samples import device_of
 from holdfast.taps import ForwardTap, before_step
@@ -397,6 +398,10 @@ class Method(Optimizer):
         """The share of each layer that finished tasks take, from 0 (free) to 1 (full); empty if no part measures it."""
         return {} if self._inner is None else self._inner.capacity
 
+    def report(self) -> Report | None:
+        """What the method controls, layer by layer; None if no part controls neurons."""
+        return None if self._inner is None else self._inner.report()
+
     # ---- memory ----
 
     def memory(self) -> dict[str, int]:
@@ -544,18 +549,3 @@ def bare(model: nn.Module) -> nn.Module:
 
 def several_processes() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def modules_of(model: nn.Module, given: Iterable[nn.Module], argument: str) -> list[nn.Module]:
-    """Check that the modules given as `argument` belong to this model, and return them as a list."""
-    if isinstance(given, nn.Module):
-        given = [given]
-    inside = set(model.modules())
-    chosen: list[nn.Module] = []
-    for module in given:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{argument} takes modules of the model, as in {argument}=[model.head]; got {module!r}")
-        if module not in inside:
-            raise ValueError(f"{argument} has a {type(module).__name__} that is not a module of this model: {module}")
-        chosen.append(module)
-    return chosen

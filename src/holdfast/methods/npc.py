@@ -11,12 +11,22 @@ from torch.optim import Optimizer
 
 from holdfast.compiling import compiled
 from holdfast.errors import warn
-from holdfast.importance import layer_means, moving_average
+from holdfast.importance import layer_means, moving_average, parameter_taylor
 from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.method import Needs, several_processes
 from holdfast.methods.plastic import Plastic
+from holdfast.methods.report import LayerReport, Report
 from holdfast.methods.settings import Fraction, Positive
-from holdfast.neurons import Layer, Spread, find_layers, resolve_observe
+from holdfast.neurons import (
+    Choice,
+    Layer,
+    Spread,
+    find_layers,
+    find_norms,
+    find_untapped,
+    listed,
+    resolve_observe,
+)
 from holdfast.plasticity import limit_, plastic_bits, plasticity
 from holdfast.taps import ImportanceTaps
 
@@ -30,7 +40,9 @@ class NPC(Plastic):
         C_i <- (1 - rate) C_i + rate c_i / mean of c over the layer                 (eq. 3, 4)
         s_i = min(1, gain sqrt(max(sqrt(beta / C_i) - 1, 0)))                       (eq. 10, 11)
 
-    and the neuron's parameters change by s_i times the full change. Source: Paik, Oh, Kwak, Kim, "Overcoming
+    and the neuron's parameters change by s_i times the full change. Where no module shows the outputs of neurons, as
+    for embeddings, packed projections and recurrent cells, c_i is |sum of w dL/dw| over the neuron's parameters w,
+    which is |sum over samples and positions of n_i dL/dn_i|. Source: Paik, Oh, Kwak, Kim, "Overcoming
     Catastrophic Forgetting by Neuron-level Plasticity Control", Algorithm 1.
 
     Args:
@@ -39,7 +51,8 @@ class NPC(Plastic):
         beta: the importance at which a neuron freezes; the mean importance of a layer is 1.
         rate: the weight of the newest measurement in the moving average of importance.
         gain: the factor of plasticity below its maximum of 1.
-        free: modules that keep the full learning rate, above all the task heads.
+        free: what keeps the full learning rate, above all the task heads: modules, parameters, and names of either,
+            which may be patterns, as in `[model.head, "*.bias"]`.
         observe: modules at whose outputs neurons are tapped, as `{layer name: module name}`, for layers whose taps
             are not found automatically.
         example: one batch of inputs: a tensor, a tuple of arguments or a dict of keyword arguments. Taps are then found
@@ -55,7 +68,7 @@ class NPC(Plastic):
     """
 
     needs: ClassVar = Needs(heads=True, example=True)
-    remembers: ClassVar = {"importance": AS_BEFORE.at_least(0)}
+    remembers: ClassVar = {"_importance": AS_BEFORE.at_least(0)}
 
     def __init__(
         self,
@@ -65,16 +78,20 @@ class NPC(Plastic):
         beta: Positive = 0.7,
         rate: Fraction = 5e-4,
         gain: Positive = 1.0,
-        free: Iterable[nn.Module] = (),
+        free: Choice | Iterable[Choice] = (),
         observe: Mapping[str, str] | None = None,
         example: Any = None,
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
-        trained = self._trained()
-        self._layers = find_layers(self.model, trained, self._free)
+        controlled = self._trained() - self._free
+        tapped = find_layers(self.model, controlled, self._free)
+        controlled -= {parameter for layer in tapped for parameter, _ in layer.parameters}
+        self._norms = find_norms(self.model, controlled)
+        self._layers = [*tapped, *find_untapped(self.model, controlled), *self._norms]
         _check_layers(self.model, self._layers)
-        observed = resolve_observe(self.model, self._names, observe)
-        self._taps = ImportanceTaps(self.model, self._layers, trained - self._free, observed)
+        observed = resolve_observe(self.model, [layer.name for layer in tapped], observe)
+        owners = {parameter: layer for layer in self._norms for parameter, _ in layer.parameters}
+        self._taps = ImportanceTaps(self.model, tapped, controlled, observed, owners)
         weakref.finalize(self, self._taps.close).atexit = False
         self._taps.wrapper = self._wrapper
         self._prepare_importance()
@@ -83,23 +100,37 @@ class NPC(Plastic):
             self._taps.rehearse(example)
 
     def _prepare_importance(self) -> None:
-        sizes = self._widths = [layer.size for layer in self._layers]
+        self._widths = [layer.size for layer in self._layers]
+        self._parts = [layer.size // layer.parts for layer in self._layers for _ in range(layer.parts)]
         like = [layer.parameters[0][0] for layer in self._layers]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in like) else torch.float32
-        self._importance = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
-        self._sizes = torch.tensor(sizes, device=like[0].device)
-        self._layer = torch.arange(len(sizes), device=like[0].device).repeat_interleave(self._sizes).int()
+        self._row = torch.zeros(sum(self._widths), dtype=dtype, device=like[0].device)
+        self._sizes = torch.tensor(self._parts, device=like[0].device)
+        self._part = torch.arange(len(self._parts), device=like[0].device).repeat_interleave(self._sizes).int()
 
     # ---- importance ----
 
     @property
     def importance(self) -> dict[str, Tensor]:
         """The moving average of importance, one value per neuron, by layer."""
-        return dict(zip(self._names, self._split(self._importance.clone()), strict=True))
+        importance = self._importance
+        return {layer.name: importance[layer.name] for layer in self._shown}
 
-    @importance.setter
-    def importance(self, importance: Mapping[str, Tensor]) -> None:
-        self._importance = torch.cat([importance[name].to(self._importance) for name in self._names])
+    @property
+    def _importance(self) -> dict[str, Tensor]:
+        """The importance of all layers, including normalizations whose parameters belong to another layer."""
+        return dict(zip(self._names, self._split(self._row.clone()), strict=True))
+
+    @_importance.setter
+    def _importance(self, importance: Mapping[str, Tensor]) -> None:
+        self._row = torch.cat([importance[name].to(self._row) for name in self._names])
+
+    @property
+    def _shown(self) -> list[Layer]:
+        """The layers with parameters. Normalizations count once taps are found: a layer before them may adopt them."""
+        carriers = self._taps.carriers.values()
+        found = not carriers or any(carrier.tensor is not None for carrier in carriers)
+        return [layer for layer in self._layers if layer.parameters and (found or layer not in self._norms)]
 
     @property
     def neuron_importance(self) -> dict[str, Tensor]:
@@ -121,7 +152,7 @@ class NPC(Plastic):
     def _update(self) -> None:
         """Measure the importance of the neurons from the accumulated gradients, then take a limited step."""
         self._taps.settle()
-        measured = self._taps.collect()
+        measured = self._measured_layers()
         if not self._started:
             self._start(measured)
         elif 0 < sum(values is None for values in measured) < len(measured):
@@ -129,11 +160,26 @@ class NPC(Plastic):
         measure = self._compiled_like_model(measure_)
         settings = self.rate, self.beta, self.gain
         rows = self._rows(measured)
-        self._change(measure(self._importance, rows, self._layer, self._sizes, self._widths, settings))
+        self._change(measure(self._row, rows, self._part, self._sizes, self._parts, settings))
+
+    def _measured_layers(self) -> list[Tensor | None]:
+        """The measurements of all layers: at their taps, or else from their gradients; None for layers with neither."""
+        tapped = dict(zip(self._taps.carriers, self._taps.collect(), strict=True))
+        measured = [tapped.get(layer) for layer in self._layers]
+        terms = {
+            number: terms
+            for number, layer in enumerate(self._layers)
+            if (layer not in tapped or self._taps.carriers[layer].tensor is None) and (terms := _terms(layer))
+        }
+        if terms:
+            rows = self._compiled_like_model(measure_parameters)(list(terms.values()))
+            for number, row in zip(terms, rows, strict=True):
+                measured[number] = row
+        return measured
 
     def _compiled_like_model(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a part of the step on a GPU, where launching small operations is slow, if the model runs compiled."""
-        return compiled(function) if self._importance.is_cuda and self._taps.compiled else function
+        return compiled(function) if self._row.is_cuda and self._taps.compiled else function
 
     def _change(self, shares: Tensor) -> None:
         """Take the wrapped optimizer's step, limited by the plasticity of the neurons."""
@@ -146,38 +192,72 @@ class NPC(Plastic):
         )
 
     def _rows(self, measured: list[Tensor | None]) -> list[Tensor]:
-        """The measurements of all layers, summed over processes; 0 for layers without one."""
-        home = next((values.device for values in measured if values is not None), self._importance.device)
-        if home != self._importance.device:  # the model was moved
-            self._importance, self._sizes, self._layer = (
-                tensor.to(home) for tensor in (self._importance, self._sizes, self._layer)
-            )
+        """The measurements of all layers, those at taps summed over processes; 0 for layers without one."""
+        home = next((values.device for values in measured if values is not None), self._row.device)
+        if home != self._row.device:  # the model was moved
+            self._row, self._sizes, self._part = (tensor.to(home) for tensor in (self._row, self._sizes, self._part))
         rows = [
-            self._importance.new_zeros(layer.size) if values is None else values.to(self._importance)
+            self._row.new_zeros(layer.size) if values is None else values.to(self._row)
             for layer, values in zip(self._layers, measured, strict=True)
         ]
-        if (group := self._taps.process_group) is not None:
-            rows = [torch.cat(rows)]
+        tapped = len(self._taps.carriers)
+        if tapped and (group := self._taps.process_group) is not None:
+            rows = [torch.cat(rows[:tapped]), *rows[tapped:]]  # the others follow from gradients, which are averages
             dist.all_reduce(rows[0], group=group)
         return rows
 
     def _moving(self) -> list[tuple[nn.Parameter, int, Spread]]:
-        """The controlled parameters that have a gradient, each with the number of its layer and its spread."""
+        """The controlled parameters that have a dense gradient, each with the number of its layer and its spread."""
         return [
             (parameter, number, spread)
             for number, layer in enumerate(self._layers)
             for parameter, spread in layer.parameters
-            if parameter.grad is not None
+            if parameter.grad is not None and not parameter.grad.is_sparse
         ]
+
+    # ---- what is controlled ----
+
+    def report(self) -> Report:
+        """What is controlled, layer by layer."""
+        at = self._taps.locations()
+        layers = [
+            LayerReport(
+                layer.name,
+                layer.size,
+                at.get(layer, "gradients"),
+                sum(parameter.numel() for parameter, _ in layer.parameters),
+                self._directed(layer),
+                self._memory_of(layer),
+            )
+            for layer in self._layers
+            if layer.parameters
+        ]
+        controlled = {parameter for layer in self._layers for parameter, _ in layer.parameters}
+        trained = {p for p in self._trained() if p.requires_grad}
+        uncontrolled = {
+            name: p.numel()
+            for name, p in self.model.named_parameters()
+            if p in trained and p not in controlled and p not in self._free
+        }
+        return Report(type(self).__name__, layers, uncontrolled, sum(p.numel() for p in trained & self._free))
+
+    def _directed(self, layer: Layer) -> int:
+        """The number of the layer's parameters that change by direction of their inputs."""
+        return 0
+
+    def _memory_of(self, layer: Layer) -> int:
+        """The bytes remembered for the layer."""
+        return layer.size * self._row.element_size()
 
     # ---- warnings ----
 
     def _start(self, measured: list[Tensor | None]) -> None:
         self._unmeasured = self._learning_unmeasured(measured)  # the first warning names their parameters
-        if uncontrolled := self._uncontrolled(measured):
+        names, share = self._uncontrolled(measured)
+        if share >= 0.01:
             warn(
-                "these parameters belong to no tapped neuron and train at the full rate: "
-                f"{', '.join(uncontrolled)}; list their modules in free= if this is intended"
+                f"{share:.0%} of the trained parameters are not controlled and train at the full rate: "
+                f"{listed(names)}; name them in free= if this is intended; holdfast.explain(optimizer) shows all layers"
             )
         if self._taps.process_group is None and several_processes():
             warn(
@@ -201,16 +281,20 @@ class NPC(Plastic):
             if values is None and any(parameter.grad is not None for parameter, _ in layer.parameters)
         }
 
-    def _uncontrolled(self, measured: list[Tensor | None]) -> list[str]:
+    def _uncontrolled(self, measured: list[Tensor | None]) -> tuple[list[str], float]:
+        """The names of parameters that train without control, the largest first, and their share of those trained."""
         controlled = {
             parameter
             for layer, values in zip(self._layers, measured, strict=True)
             for parameter, _ in layer.parameters
             if values is not None
         }
-        trained = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
-        uncontrolled = trained - controlled - self._free
-        return [name for name, p in self.model.named_parameters() if p in uncontrolled]
+        candidates = {p for p in self._trained() - self._free if p.grad is not None}
+        trained = {name: p for name, p in self.model.named_parameters() if p in candidates}
+        names = [name for name, p in trained.items() if p not in controlled]
+        sizes = {name: p.numel() for name, p in trained.items()}
+        share = sum(sizes[name] for name in names) / max(1, sum(sizes.values()))
+        return sorted(names, key=lambda name: -sizes[name]), share
 
     def _close(self) -> None:
         self._taps.close()
@@ -219,16 +303,21 @@ class NPC(Plastic):
 def measure_(
     importance: Tensor,
     rows: Sequence[Tensor],
-    layer: Tensor,
+    part: Tensor,
     sizes: Tensor,
     widths: list[int],
     settings: tuple[float, float, float],
 ) -> Tensor:
-    """Update the importance in place and return the resulting plasticity."""
+    """Update the importance in place and return the resulting plasticity. Each part of a layer has mean 1."""
     rate, beta, gain = settings
     row = torch.cat(list(rows))
-    importance.copy_(moving_average(importance, row, layer_means(row, sizes, widths), layer, rate))
+    importance.copy_(moving_average(importance, row, layer_means(row, sizes, widths), part, rate))
     return plasticity(importance, beta=beta, gain=gain)
+
+
+def measure_parameters(layers: Sequence[Sequence[tuple[Tensor, Tensor, Spread]]]) -> list[Tensor]:
+    """The importance of neurons of several layers, given the parameters of each, their gradients and spreads."""
+    return [parameter_taylor([(value, gradient, spread.sum) for value, gradient, spread in layer]) for layer in layers]
 
 
 def limit_all_(
@@ -257,14 +346,25 @@ def limit_all_(
         limit_(tensor, None if before is None else before[i], share, plastic)
 
 
+def _terms(layer: Layer) -> list[tuple[Tensor, Tensor, Spread]]:
+    """The parameters of a layer that have a dense gradient, with this gradient and their spread."""
+    return [
+        (parameter.detach(), parameter.grad, spread)
+        for parameter, spread in layer.parameters
+        if parameter.grad is not None and not parameter.grad.is_sparse
+    ]
+
+
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
     if layers:
         return
-    if find_layers(model, set(model.parameters()), free=()):
+    everything = set(model.parameters())
+    if find_layers(model, everything, free=()) or find_untapped(model, everything) or find_norms(model, everything):
         raise ValueError(
-            "no neuron is left to control: the optimizer holds no weight or bias of a Linear, Conv or ConvTranspose "
-            "layer that is not in free="
+            "no neuron is left to control: the optimizer holds only parameters in free=, sparse embeddings, and "
+            "parameters with a single neuron"
         )
     raise ValueError(
-        f"{type(model).__name__} has no neurons to control: no Linear, Conv or ConvTranspose layer with a weight"
+        f"{type(model).__name__} has no neurons to control: it has only sparse embeddings, and parameters with a "
+        "single neuron"
     )

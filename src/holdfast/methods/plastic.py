@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from holdfast.methods.method import Method, Needs, modules_of
+from holdfast.methods.method import Method, Needs
 from holdfast.methods.settings import Fraction, Positive
+from holdfast.neurons import Choice, Selection
 from holdfast.plasticity import plasticity
 
 
@@ -31,16 +32,16 @@ class Plastic(Method):
         beta: Positive,
         rate: Fraction,
         gain: Positive,
-        free: Iterable[nn.Module],
+        free: Choice | Iterable[Choice],
     ) -> None:
         super().__init__(model, optimizer)
         self._set(beta=beta, rate=rate, gain=gain)
-        self._free_modules = modules_of(self.model, free, "free")
+        self._selection = Selection(self.model, free, "free")
 
     @property
     def _free(self) -> set[nn.Parameter]:
-        """The parameters of the free modules, including parameters added later."""
-        return {parameter for module in self._free_modules for parameter in module.parameters()}
+        """The free parameters, including parameters added to free modules later."""
+        return self._selection.parameters
 
     @property
     def plasticity(self) -> dict[str, Tensor]:

@@ -30,9 +30,28 @@ ACTIVATIONS = (
 )
 
 
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear layer with a weight `[inputs, outputs]`, as `Conv1D` in GPT-2 of transformers.
+
+    Such a module has its numbers of inputs and outputs as `nx` and `nf`.
+    """
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.shape == (getattr(module, "nx", None), getattr(module, "nf", None))
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed_linear(module)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether `module` is a linear or convolutional layer."""
+    return isinstance(module, LAYERS) or is_transposed_linear(module)
+
+
 def width_of(module: nn.Module) -> int:
     """Number of neurons of a layer."""
-    return int(module.out_features if isinstance(module, nn.Linear) else module.out_channels)  # type: ignore[arg-type]
+    name = "out_features" if isinstance(module, nn.Linear) else "nf" if is_linear(module) else "out_channels"
+    return int(getattr(module, name))
 
 
 def normalizes_singly(norm: nn.Module) -> bool:
@@ -62,7 +81,7 @@ def neuron_axis(module: nn.Module, output: Tensor) -> int:
     if isinstance(module, _INSTANCE_NORMS):
         spatial = next(i for i, kind in enumerate(_INSTANCE_NORMS, start=1) if isinstance(module, kind))
         return output.dim() - spatial - 1
-    return 1
+    return 1 if isinstance(module, NORMS) else output.dim() - 1
 
 
 def axis_at(layer: nn.Module, module: nn.Module, output: Tensor) -> int:

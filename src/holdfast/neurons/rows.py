@@ -1,12 +1,16 @@
 """Layers as matrix products: the inputs of a layer as rows, its weight as a matrix."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from holdfast.neurons.kinds import CONVOLUTIONS, LAYERS, TRANSPOSED
+from holdfast.importance import precise
+from holdfast.neurons.kinds import CONVOLUTIONS, TRANSPOSED, is_layer, is_linear, is_transposed_linear
+
+_CHUNK = 2**26  # elements of unfolded inputs at once
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -14,14 +18,18 @@ TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspo
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a layer's weight: `[outputs, inputs / groups, *kernel]`, or transposed, by groups."""
+    """The layout of a layer's weight: `[outputs, inputs / groups, *kernel]`, or transposed, by groups.
+
+    If `stacked`, the groups lie along an axis of their own: `[groups, outputs, inputs]`.
+    """
 
     groups: int = 1
     transposed: bool = False
+    stacked: bool = False
 
     @classmethod
     def of(cls, module: nn.Module) -> "Layout":
-        return cls(getattr(module, "groups", 1), isinstance(module, TRANSPOSED))
+        return cls(getattr(module, "groups", 1), isinstance(module, TRANSPOSED) or is_transposed_linear(module))
 
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight as a matrix for each group, `[groups, outputs / groups, inputs]`.
@@ -29,7 +37,7 @@ class Layout:
         >>> Layout(groups=2).matrix(torch.zeros(8, 3, 5, 5)).shape
         torch.Size([2, 4, 75])
         """
-        grouped = weight.reshape(self.groups, -1, *weight.shape[1:])
+        grouped = weight if self.stacked else weight.reshape(self.groups, -1, *weight.shape[1:])
         return (grouped.transpose(1, 2) if self.transposed else grouped).flatten(2)
 
     def joined(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,7 +56,7 @@ class Layout:
         """The inverse of `matrix`, for a weight of this shape."""
         if not self.transposed:
             return matrix.reshape(shape)
-        split = matrix.reshape(*matrix.shape[:2], shape[0] // self.groups, *shape[2:])
+        split = matrix if self.stacked else matrix.reshape(*matrix.shape[:2], shape[0] // self.groups, *shape[2:])
         return split.transpose(1, 2).reshape(shape)
 
 
@@ -81,18 +89,26 @@ def group_rows(module: nn.Module, x: Tensor) -> Tensor:
     The columns are those of `Layout.matrix`. In a transposed convolution, a row holds the inputs of one output
     position; inputs that the kernel does not reach are 0.
     """
-    if not isinstance(module, LAYERS):
+    if not is_layer(module):
         raise TypeError(f"{module} is not a layer: its inputs have no rows")
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return x.reshape(1, -1, x.shape[-1])
     x = batched(module, x)
+    assert isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
     patches = _transposed_patches(module, x) if isinstance(module, TRANSPOSED) else _patches(module, x)
     return patches.reshape(len(patches), module.groups, -1).transpose(0, 1)
 
 
+def chunked_rows(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """The rows of `group_rows` in at least float32, in chunks of samples."""
+    x = batched(module, x.to(precise(x.dtype)))
+    samples = max(1, _CHUNK // max(1, group_rows(module, x[:1]).numel()))
+    return (group_rows(module, part) for part in torch.split(x, samples))
+
+
 def output_rows(module: nn.Module, y: Tensor) -> Tensor:
     """Return values at the outputs of a layer as rows for each group, `[groups, n, neurons / groups]`."""
-    if isinstance(module, nn.Linear):
+    if is_linear(module):
         return y.reshape(1, -1, y.shape[-1])
     rows = batched(module, y).movedim(1, -1).flatten(0, -2)
     return rows.reshape(len(rows), Layout.of(module).groups, -1).transpose(0, 1)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from holdfast.neurons.chains import find_chains
-from holdfast.neurons.kinds import NORMS, neuron_axis
+from holdfast.neurons.kinds import NORMS, is_linear, neuron_axis
 from holdfast.neurons.layers import Layer
 from holdfast.neurons.sources import source_of
 
@@ -77,4 +77,4 @@ def has_parameters(module: nn.Module) -> bool:
 def _normalizes_neurons(layer: Layer, norm: nn.Module, output: Tensor) -> bool:
     """Whether the axis of `norm` is that of the layer's neurons, if no axes were moved in between."""
     axis = neuron_axis(norm, output)
-    return axis == output.dim() - 1 if isinstance(layer.modules[0], nn.Linear) else axis <= 1
+    return axis == output.dim() - 1 if is_linear(layer.modules[0]) else axis <= 1

@@ -5,7 +5,7 @@ from holdfast.taps.backward import ForwardTap, ScaleTap, before_step, tapped
 from holdfast.taps.calls import Call, CallTap
 from holdfast.taps.hooks import Taps
 from holdfast.taps.importance import ImportanceTaps
-from holdfast.taps.inputs import Signal, layer_inputs, module_inputs, module_signals
+from holdfast.taps.inputs import Signal, layer_inputs, module_inputs, module_signals, product_inputs
 
 __all__ = [
     "Activation",
@@ -21,5 +21,6 @@ __all__ = [
     "layer_inputs",
     "module_inputs",
     "module_signals",
+    "product_inputs",
     "tapped",
 ]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from holdfast.neurons.kinds import ACTIVATIONS, LAYERS, axis_at
+from holdfast.neurons.kinds import ACTIVATIONS, axis_at, is_layer
 from holdfast.neurons.observe import check_observed, resolve_observe
 from holdfast.neurons.protocols import ShowsActivity
 from holdfast.taps.hooks import Taps, needs_grad
@@ -41,7 +41,7 @@ class ActivationTaps:
     """
 
     def __init__(self, model: nn.Module, observe: Mapping[str, str] | None = None) -> None:
-        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+        self.layers = {name: module for name, module in model.named_modules() if is_layer(module)}
         self._names = {module: name for name, module in model.named_modules()}
         self._kept: list[Activation] = []
         self._called: str | None = None  # the last layer called

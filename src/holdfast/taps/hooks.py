@@ -1,6 +1,6 @@
 """The hooks of one user on a model, and the rules that all of them share.
 
-No other module of Holdfast registers hooks.
+No other module of Holdfast registers hooks on modules. Those on tensors and optimizers are in `holdfast.taps.backward`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

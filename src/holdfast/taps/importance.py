@@ -41,6 +41,7 @@ class ImportanceTaps:
         layers: its layers under control.
         trained: parameters that the layers adopt from normalizations behind them.
         observed: modules at whose outputs some layers are tapped, by layer name. All other taps are found.
+        owners: the layers from which such parameters are taken.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class ImportanceTaps:
         layers: Collection[Layer],
         trained: Collection[nn.Parameter],
         observed: Mapping[str, nn.Module],
+        owners: Mapping[nn.Parameter, Layer] | None = None,
     ) -> None:
         self.wrapper: weakref.ref[DistributedDataParallel] | None = None  # weak: a wrapper keeps its process group
         self.carriers = {layer: Carrier(layer) for layer in layers}
         self._model = model
         self._trained = trained
+        self._owners = owners or {}
         self._wiring = Wiring(model, layers, observed)
         self._taps = Taps()
         self._settled: dict[_Measurement, RemovableHandle] = {}
@@ -177,7 +180,7 @@ class ImportanceTaps:
         for layer, site in tap.sites:
             self.carriers[layer].tensor = self._candidates[layer, site]
             for norm in tap.norms:
-                layer.adopt(norm, self._trained)
+                layer.adopt(norm, self._trained, self._owners)
         measurement = _Measurement(tap, [self.carriers[layer] for layer in tap.layers])
         measurement.hand_over()
         self._settled[measurement] = self._taps.on_output(tap.module, measurement, first=True)
@@ -223,6 +226,14 @@ class ImportanceTaps:
             else:
                 model(example)
         self.settle()
+
+    def locations(self) -> dict[Layer, str]:
+        """The names of the modules at whose outputs each layer is tapped, as far as they are found."""
+        found: dict[Layer, list[str]] = {}
+        for measurement in self._settled:
+            for layer in measurement.tap.layers:
+                found.setdefault(layer, []).append(self._wiring.names[measurement.tap.module])
+        return {layer: ", ".join(names) for layer, names in found.items()}
 
     # ---- measurements ----
 

@@ -1,12 +1,14 @@
 """Inputs of layers and modules, and gradients at their outputs, on given data in evaluation mode."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.neurons.products import Product
 from holdfast.neurons.rows import has_input_rows, input_rows
 from holdfast.samples import Batch, device_of, evaluating, read
 from holdfast.taps.hooks import Taps, first_input
@@ -53,6 +55,44 @@ def module_inputs(
     """Iterate over the first inputs of `modules`, batch by batch: one tensor per call, by the key of the module."""
     for batch in batches:
         yield _inputs_on(batch if isinstance(batch, Batch) else read(batch, device_of(model)), model, modules)
+
+
+def product_inputs(
+    model: nn.Module, products: Iterable[Product], batches: Iterable[Any]
+) -> Iterator[dict[tuple[Product, nn.Module], list[list[Tensor]]]]:
+    """Iterate over the inputs of `products`, batch by batch: what each call of its modules shows."""
+    for batch in batches:
+        inputs: dict[tuple[Product, nn.Module], list[list[Tensor]]] = {}
+        with Taps() as taps, torch.no_grad(), evaluating(model), _attention_by_modules():
+            for product in products:
+                for module in product.modules:
+                    taps.on_output(module, partial(_keep_inputs, inputs, product), always=True)
+            (batch if isinstance(batch, Batch) else read(batch, device_of(model))).outputs(model)
+        yield inputs
+
+
+@contextmanager
+def _attention_by_modules() -> Iterator[None]:
+    """Let torch's transformer layers call their modules, instead of the fast path that they take in evaluation."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def _keep_inputs(
+    inputs: dict[tuple[Product, nn.Module], list[list[Tensor]]],
+    product: Product,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    given = [x.clone() for x in product.read(module, args, kwargs, output)]  # the model may change them in place
+    if given:
+        inputs.setdefault((product, module), []).append(given)
 
 
 class Signal(NamedTuple, Generic[K]):
@@ -103,7 +143,7 @@ def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[K, nn.Module]) -
     def keep(key: K, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.setdefault(key, []).append(first_input(args, kwargs).clone())  # the model may change it in place
 
-    with Taps() as taps, torch.no_grad(), evaluating(model):
+    with Taps() as taps, torch.no_grad(), evaluating(model), _attention_by_modules():
         for key, module in modules.items():
             taps.on_input(module, partial(keep, key), always=True)
         batch.outputs(model)
