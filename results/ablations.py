@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from holdfast.directions import Directions, capacity, dense, leading
 from holdfast.methods import DPC, METHODS
+from holdfast.methods.dpc import Moment, Side
+from holdfast.plasticity import plasticity
 from holdfast.runs.plan import Plan
 from holdfast.runs.training import train
 from holdfast.streams import build_stream
@@ -36,19 +38,30 @@ class InputSide(DPC):
         super()._change(torch.zeros_like(shares) if self.tasks else torch.ones_like(shares))
 
 
-class Product(DPC):
+class ProductForm(DPC):
     """dW = s G P. A frozen neuron does not change at all."""
 
     def _change(self, shares: Tensor) -> None:
-        if self.tasks:
-            for number, layer, _ in self._sided():
-                share = torch.split(shares, self._widths)[number]
-                for parameter, spread in layer.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(spread(share.to(parameter.grad)))
-            super()._change(torch.zeros_like(shares))
-        else:
+        if self.tasks == 0:
             super()._change(shares)
+            return
+        split = torch.split(shares, self._widths)
+        for parameter, number, spread in self._moving():
+            assert parameter.grad is not None
+            parameter.grad.mul_(spread(split[number].to(parameter.grad)))
+        super()._change(torch.zeros_like(shares))
+
+
+class Sharp(DPC):
+    """P = (I + (kappa A)^2)^-1: weak directions are freer, strong ones are held faster."""
+
+    def _sides(self, indices: Mapping[nn.Parameter, int]) -> list[Side]:
+        sides = super()._sides(indices)
+        return [side._replace(moment=self._squared(side.moment)) for side in sides]
+
+    def _squared(self, moment: Moment) -> Moment:
+        assert isinstance(moment, Directions)
+        return Directions(moment.vectors, self.kappa * moment.values**2, self.kappa * moment.rest**2)
 
 
 class FinishedTasks(DPC):
@@ -56,19 +69,17 @@ class FinishedTasks(DPC):
 
     def _kept(self) -> Tensor:
         if not hasattr(self, "_maximum"):
-            self._maximum = torch.zeros_like(self._importance)
+            self._maximum = torch.zeros_like(self._row)
         return self._maximum
 
     def _change(self, shares: Tensor) -> None:
-        from holdfast.plasticity import plasticity
-
         shares = plasticity(self._kept(), beta=self.beta, gain=self.gain) if self.tasks else torch.ones_like(shares)
         super()._change(shares)
 
-    def _remember(self, found: Mapping[str, Directions]) -> None:
-        super()._remember(found)
-        torch.maximum(self._kept(), self._importance, out=self._kept())
-        self._importance.zero_()
+    def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
+        super()._remember(found, unread)
+        torch.maximum(self._kept(), self._row, out=self._kept())
+        self._row.zero_()
 
 
 class WarmHead(DPC):
@@ -86,8 +97,8 @@ class WarmHead(DPC):
                 parameter.grad.mul_(moves)  # type: ignore[union-attr]
         super()._change(shares)
 
-    def _remember(self, found: Mapping[str, Directions]) -> None:
-        super()._remember(found)
+    def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
+        super()._remember(found, unread)
         if hasattr(self, "_count"):
             self._count.zero_()
 
@@ -95,18 +106,25 @@ class WarmHead(DPC):
 # ---- other ways to sum A over tasks ----
 
 
+def scaled(moment: Moment, factor: float) -> Directions:
+    """A second moment times a number."""
+    assert isinstance(moment, Directions)
+    return Directions(moment.vectors, moment.values * factor, moment.rest * factor)
+
+
 class Mean(DPC):
     """A is the mean over finished tasks, not the sum."""
 
-    def _sum(self, before: Directions, moment: Tensor) -> Directions:
-        total = (dense(Directions(*(each.double() for each in before))) * self.tasks + moment) / (self.tasks + 1)
-        return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
+    def _sum(self, before: Moment, moment: Tensor) -> Moment:
+        share = self.tasks / (self.tasks + 1)
+        return super()._sum(scaled(before, share), moment / (self.tasks + 1))
 
 
 class Maximum(DPC):
     """A is the least upper bound of two tasks: a direction needed by both counts once."""
 
-    def _sum(self, before: Directions, moment: Tensor) -> Directions:
+    def _sum(self, before: Moment, moment: Tensor) -> Moment:
+        assert isinstance(before, Directions)
         old = dense(Directions(*(each.double() for each in before)))
         values, vectors = torch.linalg.eigh(moment - old)
         return super()._sum(before, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT)
@@ -115,8 +133,8 @@ class Maximum(DPC):
 class Decaying(DPC):
     """Earlier tasks count half as much with each task."""
 
-    def _sum(self, before: Directions, moment: Tensor) -> Directions:
-        return super()._sum(Directions(before.vectors, before.values / 2, before.rest / 2), moment)
+    def _sum(self, before: Moment, moment: Tensor) -> Moment:
+        return super()._sum(scaled(before, 0.5), moment)
 
 
 class Kronecker(DPC):
@@ -129,7 +147,7 @@ class Kronecker(DPC):
         return {name: self._factored(name, moment) for name, moment in super()._measured(batches, samples).items()}
 
     def _factored(self, name: str, moment: Tensor) -> Tensor:
-        inputs, p = moment.shape[1] - 1, self.positions[name]  # the bias, the last, is kept apart
+        inputs, p = moment.shape[1] - 1, self.positions.get(name, 1)  # the bias, the last, is kept apart
         blocks = moment[0, :inputs, :inputs].view(inputs // p, p, inputs // p, p)
         channels, positions = blocks.diagonal(dim1=1, dim2=3).sum(-1), blocks.diagonal(dim1=0, dim2=2).sum(-1)
         result = torch.zeros_like(moment)
@@ -143,22 +161,22 @@ class LayerKappa(DPC):
 
     share = 0.7
 
-    def _scaled(self, directions: Directions) -> Directions:
+    def _with_share(self, directions: Directions) -> Directions:
         low, high = 1e-4, 1e4
         for _ in range(40):
             middle = (low * high) ** 0.5
             low, high = (low, middle) if float(capacity(directions, middle)) > self.share else (middle, high)
-        return Directions(directions.vectors, directions.values * low / self.kappa, directions.rest * low / self.kappa)
+        return scaled(directions, low / self.kappa)
 
     def _measured(self, batches: Any, samples: int | None) -> dict[str, Tensor]:
         """Each A scaled, which is the same as another kappa for its layer."""
         return {
-            name: dense(self._scaled(leading(moment, None)))
+            name: dense(self._with_share(leading(moment, None)))
             for name, moment in super()._measured(batches, samples).items()
         }
 
 
-for _kind in (InputSide, Product, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
+for _kind in (InputSide, ProductForm, Sharp, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
     METHODS[_kind.__name__.lower()] = _kind
 
 # ---- the rows ----
@@ -188,10 +206,12 @@ def around(weight: float = 0.1, temperature: float = 2.0, **settings: Any) -> di
 ABLATIONS = {
     "dpc": Ablation("dpc", CHOSEN),
     "dpc, 1024 samples": Ablation("dpc", {**CHOSEN, "samples": 1024}),
-    "dpc, own windows of 2000 steps": Ablation("dpc", {**CHOSEN, "every": 2000}),
-    "dpc, own windows of 2000 steps, kappa 10": Ablation("dpc", {**CHOSEN, "every": 2000, "kappa": 10.0}),
+    "dpc, without boundaries": Ablation("dpc", {**CHOSEN, "every": 100}),
+    "dpc, without boundaries, kappa 30": Ablation("dpc", {**CHOSEN, "every": 100, "kappa": 30.0}),
     "input side alone": Ablation("inputside", {**CHOSEN, "kappa": 30.0}, lr=0.05),
-    "product form": Ablation("product", {**CHOSEN, "beta": 1.0, "kappa": 10.0}),
+    "product form": Ablation("productform", {**CHOSEN, "beta": 1.0, "kappa": 10.0}),
+    "sharper P, kappa 10": Ablation("sharp", {**CHOSEN, "kappa": 10.0}),
+    "sharper P, kappa 30": Ablation("sharp", {**CHOSEN, "kappa": 30.0}),
     "kronecker": Ablation("kronecker", {**CHOSEN, "rank": None}),
     "mean over tasks": Ablation("mean", CHOSEN),
     "maximum over tasks": Ablation("maximum", CHOSEN),

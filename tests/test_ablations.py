@@ -1,0 +1,66 @@
+"""The ablations of DPC: they train, and the forms of the update are their formulas."""
+
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from holdfast.methods import METHODS
+from holdfast.runs.training import train
+from test_training import stream
+
+SCRIPT = Path(__file__).parents[1] / "results" / "ablations.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="the results are not part of this copy")
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[dict[str, Any]]:
+    before = set(METHODS)
+    yield runpy.run_path(str(SCRIPT))
+    for name in set(METHODS) - before:
+        del METHODS[name]
+
+
+def test_every_ablation_trains(script: dict[str, Any]) -> None:
+    made = stream()
+    for name, ablation in script["ABLATIONS"].items():
+        plan = ablation.plan(seed=0, epochs=2, epoch="task", batch=8, model="mlp")
+        record = train(made, plan, device="cpu")
+        assert record.failure is None, name
+        assert len(record.matrix) == 3, name
+
+
+@pytest.mark.parametrize("name", ["inputside", "productform", "sharp"])
+def test_a_form_of_the_update_is_its_formula(script: dict[str, Any], name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 2)).double()
+    method = METHODS[name](model, SGD(model.parameters(), lr=0.1), kappa=3.0, beta=0.9, rate=0.2, free=[model[1]])
+    old, new = torch.randn(2, 20, 5, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> np.ndarray:
+        method.zero_grad()
+        model(x).square().mean().backward()
+        gradient = model[0].weight.grad.numpy().copy()
+        method.step()
+        return gradient
+
+    for _ in range(9):
+        step(old)
+    method.consolidate([old])
+    moment = (old.T @ old).numpy()
+    a = moment / np.mean(np.diag(moment))
+    before = model[0].weight.detach().numpy().copy()
+    g = step(new)
+    s = method.plasticity["0"].numpy()[:, None]
+    assert s.min() == 0 < s.max() < 1
+    powered = 3.0 * a if name != "sharp" else 9.0 * a @ a
+    p = np.linalg.inv(np.eye(5) + powered)
+    change = {"inputside": g @ p, "productform": s * (g @ p), "sharp": s * g + (1 - s) * (g @ p)}[name]
+    np.testing.assert_allclose(model[0].weight.detach().numpy() - before, -0.1 * change, atol=1e-12)
