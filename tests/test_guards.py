@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, Optimizer
 
 import holdfast
 from helpers import assert_same_bits, mlp, parameters_of, train
@@ -161,6 +161,43 @@ def test_stepping_a_part_of_a_stack_is_noticed() -> None:
     train(model, outer, [x for x, _ in batches(2)])
     with pytest.warns(UserWarning, match="^the NPC inside LwF was stepped directly: this is training without LwF"):
         train(model, inner, [x for x, _ in batches(1)])
+
+
+# ---- gradients after a step ----
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_a_step_leaves_the_gradients_as_they_were(name: str, kind: type[Optimizer]) -> None:
+    model = mlp()
+    method = METHODS[name](model, kind(model.parameters(), lr=0.1))
+    train(model, method, [x for x, _ in batches(4)])
+    method.consolidate(batches())
+    method.zero_grad()
+    (model(torch.randn(8, 4)).square().mean() + method.penalty()).backward()
+    before = {key: p.grad for key, p in model.named_parameters()}
+    values = {key: gradient.clone() for key, gradient in before.items()}
+    method.step()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is before[key]
+        assert torch.equal(parameter.grad, values[key])
+
+
+@pytest.mark.parametrize("name", ["npc", "cpc", "dpc"])
+def test_two_steps_on_one_gradient_are_limited_alike(name: str) -> None:
+    torch.manual_seed(0)
+    model = mlp().double()
+    method = METHODS[name](model, SGD(model.parameters(), lr=0.1), rate=0.3)
+    train(model, method, [x.double() for x, _ in batches(6)])
+    assert any(0 < share < 1 for values in method.plasticity.values() for share in values.flatten().tolist())
+    method.rate = 1e-300  # importances stay as they are
+    changes = []
+    for _ in range(2):
+        before = parameters_of(model)
+        method.step()
+        changes.append({key: value - before[key] for key, value in parameters_of(model).items()})
+    for key, change in changes[0].items():
+        torch.testing.assert_close(changes[1][key], change, rtol=1e-9, atol=1e-15)
 
 
 # ---- penalties of another forward ----

@@ -32,15 +32,16 @@ def plastic_bits(share: Tensor, dtype: torch.dtype) -> Tensor:
     return -(share > 0).to(_BITS[dtype.itemsize])
 
 
-def scale_(change: Tensor, share: Tensor, plastic: Tensor) -> None:
-    """Scale a change by `share`, in place. The result is 0 at share 0, even if the change is not finite.
+def scaled(change: Tensor, share: Tensor, plastic: Tensor) -> Tensor:
+    """Scale a change by `share`. The result is 0 at share 0, even if the change is not finite.
 
     >>> change, share = torch.tensor([2.0, 2.0, torch.nan]), torch.tensor([1.0, 0.5, 0.0])
-    >>> scale_(change, share, plastic_bits(share, torch.float32))
-    >>> change
+    >>> scaled(change, share, plastic_bits(share, torch.float32))
     tensor([2., 1., 0.])
     """
-    change.mul_(share).view(plastic.dtype).bitwise_and_(plastic)
+    product = change * share
+    product.view(plastic.dtype).bitwise_and_(plastic)
+    return product
 
 
 def hold_back_(after: Tensor, before: Tensor, share: Tensor, plastic: Tensor) -> None:
@@ -57,9 +58,9 @@ def hold_back_(after: Tensor, before: Tensor, share: Tensor, plastic: Tensor) ->
     after.view(plastic.dtype).bitwise_xor_(old).bitwise_and_(plastic).bitwise_xor_(old)
 
 
-def limit_(changing: Tensor, before: Tensor | None, share: Tensor, plastic: Tensor) -> None:
-    """Limit a parameter after its step (`hold_back_`), or a gradient if there is no `before` (`scale_`)."""
+def limited(changing: Tensor, before: Tensor | None, share: Tensor, plastic: Tensor) -> Tensor:
+    """Limit a parameter after its step, in place (`hold_back_`), or a gradient if there is no `before` (`scaled`)."""
     if before is None:
-        scale_(changing, share, plastic)
-    else:
-        hold_back_(changing, before, share, plastic)
+        return scaled(changing, share, plastic)
+    hold_back_(changing, before, share, plastic)
+    return changing

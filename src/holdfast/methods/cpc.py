@@ -12,7 +12,7 @@ from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.plastic import Plastic, is_plain_sgd
 from holdfast.methods.settings import Fraction, Positive
 from holdfast.neurons import Choice
-from holdfast.plasticity import limit_, plastic_bits, plasticity
+from holdfast.plasticity import limited, plastic_bits, plasticity
 
 Normalize = Literal["parameter", "model"]
 
@@ -50,17 +50,23 @@ def measure_(
         importance.copy_(connection_average(importance, each, mean, rate))
 
 
-def limit_all_(
+def limit_all(
     importances: Sequence[Tensor],
     changing: Sequence[Tensor],
     before: Sequence[Tensor] | None,
     beta: float,
     gain: float,
-) -> None:
-    """Scale every change, in place, by the plasticity of its connections (eq. 10 and 11)."""
+) -> list[Tensor]:
+    """Scale every change by the plasticity of its connections (eq. 10 and 11).
+
+    Gradients are scaled in new tensors, parameters after their step in place.
+    """
+    found = []
     for i, (importance, tensor) in enumerate(zip(importances, changing, strict=True)):
         share = plasticity(importance, beta=beta, gain=gain).to(tensor.dtype)
-        limit_(tensor, None if before is None else before[i], share, plastic_bits(share, tensor.dtype))
+        old = None if before is None else before[i]
+        found.append(limited(tensor, old, share, plastic_bits(share, tensor.dtype)))
+    return found
 
 
 def control_(
@@ -69,11 +75,11 @@ def control_(
     gradients: Sequence[Tensor],
     settings: tuple[float, float, float],
     normalize: Normalize,
-) -> None:
-    """Update the importances and scale the gradients, in place: a single pass if compiled."""
+) -> list[Tensor]:
+    """Update the importances, in place, and scale the gradients: a single pass if compiled."""
     rate, beta, gain = settings
     measure_(importances, values, gradients, rate, normalize)
-    limit_all_(importances, gradients, None, beta, gain)
+    return limit_all(importances, gradients, None, beta, gain)
 
 
 class CPC(Plastic):
@@ -147,9 +153,9 @@ class CPC(Plastic):
         values = [p.detach() for p in moving]
         if is_plain_sgd(self.wrapped):
             settings = self.rate, self.beta, self.gain
-            self._compiled(control_, moving)(importances, values, gradients, settings, self.normalize)
-            self.wrapped.step()
+            control = self._compiled(control_, moving)
+            self._step_along(control(importances, values, gradients, settings, self.normalize), moving)
             return
         self._compiled(measure_, moving)(importances, values, gradients, self.rate, self.normalize)
-        limit = self._compiled(limit_all_, moving)
+        limit = self._compiled(limit_all, moving)
         self._limited_step(moving, lambda changing, before: limit(importances, changing, before, self.beta, self.gain))

@@ -25,7 +25,7 @@ from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite, check_samples
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
-from holdfast.methods.npc import NPC, limit_all_
+from holdfast.methods.npc import NPC, limit_all
 from holdfast.methods.settings import Count, Fraction, Positive
 from holdfast.neurons import Choice, Layer, Product
 from holdfast.neurons.rows import Layout
@@ -259,12 +259,17 @@ class DPC(NPC):
         directed = {index for side in sides for index in side.indices}
         others = [index for index in range(len(parameters)) if index not in directed]
         owners = [(moving[index][1], moving[index][2]) for index in others]
-        direct, limit = self._compiled_like_model(direct_all_), self._compiled_like_model(limit_all_)
+        direct, limit = self._compiled_like_model(direct_all_), self._compiled_like_model(limit_all)
 
-        def limit_or_direct(changing: list[Tensor], before: list[Tensor] | None) -> None:
+        def limit_or_direct(changing: list[Tensor], before: list[Tensor] | None) -> list[Tensor]:
             earlier = None if before is None else [before[index] for index in others]
-            limit(shares, self._widths, [changing[index] for index in others], owners, earlier)
+            limited = limit(shares, self._widths, [changing[index] for index in others], owners, earlier)
+            if before is None:
+                changing = [each.clone() if index in directed else each for index, each in enumerate(changing)]
             direct(shares, self._widths, changing, sides, before, self.kappa)
+            for index, tensor in zip(others, limited, strict=True):
+                changing[index] = tensor
+            return changing
 
         self._limited_step(parameters, limit_or_direct)
 

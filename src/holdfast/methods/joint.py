@@ -100,9 +100,9 @@ class Joint(Method):
         return total
 
     def _update(self) -> None:
-        gradients = [p.grad for p in self._trained() if p.grad is not None]
-        torch._foreach_div_(gradients, len(self._tasks) + 1)  # from the sum over tasks to the mean
-        super()._update()
+        moving = [p for p in self._trained() if p.grad is not None]
+        sums = [p.grad for p in moving if p.grad is not None]
+        self._step_along(torch._foreach_div(sums, len(self._tasks) + 1), moving)  # from the sum over tasks to the mean
 
     @property
     def _drawn(self) -> list[int]:

@@ -299,6 +299,17 @@ class Method(Optimizer):
     def _update(self) -> None:
         self.wrapped.step()
 
+    def _step_along(self, gradients: Iterable[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        """Step the wrapped optimizer along these gradients. The parameters keep their own."""
+        own = [parameter.grad for parameter in parameters]
+        try:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.wrapped.step()
+        finally:
+            for parameter, kept in zip(parameters, own, strict=True):
+                parameter.grad = kept
+
     def _compiled(self, function: Callable[..., Any], tensors: Iterable[Tensor]) -> Callable[..., Any]:
         """Compile a part of the step if `compile` is set and all its tensors are on a GPU."""
         return compiled(function) if self.compile and all(tensor.is_cuda for tensor in tensors) else function

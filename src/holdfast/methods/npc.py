@@ -27,7 +27,7 @@ from holdfast.neurons import (
     listed,
     resolve_observe,
 )
-from holdfast.plasticity import limit_, plastic_bits, plasticity
+from holdfast.plasticity import limited, plastic_bits, plasticity
 from holdfast.taps import ImportanceTaps
 
 
@@ -185,7 +185,7 @@ class NPC(Plastic):
         """Take the wrapped optimizer's step, limited by the plasticity of the neurons."""
         moving = self._moving()
         owners = [(number, spread) for _, number, spread in moving]
-        limit = self._compiled_like_model(limit_all_)
+        limit = self._compiled_like_model(limit_all)
         self._limited_step(
             [parameter for parameter, _, _ in moving],
             lambda changing, before: limit(shares, self._widths, changing, owners, before),
@@ -320,14 +320,14 @@ def measure_parameters(layers: Sequence[Sequence[tuple[Tensor, Tensor, Spread]]]
     return [parameter_taylor([(value, gradient, spread.sum) for value, gradient, spread in layer]) for layer in layers]
 
 
-def limit_all_(
+def limit_all(
     shares: Tensor,
     widths: list[int],
     changing: Sequence[Tensor],
     owners: Sequence[tuple[int, Spread]],
     before: Sequence[Tensor] | None,
-) -> None:
-    """Scale every change, in place, by the plasticity of its neurons.
+) -> list[Tensor]:
+    """Scale every change by the plasticity of its neurons: gradients in new tensors, parameters in place.
 
     Args:
         shares: the plasticity of all neurons of all layers.
@@ -341,9 +341,11 @@ def limit_all_(
         for kind in {(tensor.dtype, tensor.device) for tensor in changing}
         for share in [shares.to(kind[1], kind[0])]
     }
+    found = []
     for i, (tensor, (number, spread)) in enumerate(zip(changing, owners, strict=True)):
         share, plastic = (spread(values) for values in split[tensor.dtype, tensor.device][number])
-        limit_(tensor, None if before is None else before[i], share, plastic)
+        found.append(limited(tensor, None if before is None else before[i], share, plastic))
+    return found
 
 
 def _terms(layer: Layer) -> list[tuple[Tensor, Tensor, Spread]]:

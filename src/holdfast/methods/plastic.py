@@ -53,16 +53,16 @@ class Plastic(Method):
         self._warn_of_unprotected([parameter for parameter in new if parameter not in free])
 
     def _limited_step(
-        self, parameters: list[nn.Parameter], limit: Callable[[list[Tensor], list[Tensor] | None], None]
+        self, parameters: list[nn.Parameter], limit: Callable[[list[Tensor], list[Tensor] | None], list[Tensor]]
     ) -> None:
         """Take the wrapped optimizer's step, limited by plasticity.
 
-        `limit` is called with gradients, or else with the parameters after the step and their values before it.
+        `limit` is called with gradients, and returns others, or else with the parameters after the step and their
+        values before it, and changes them in place.
         """
         if is_plain_sgd(self.wrapped):
-            # Its change is proportional to the gradient: eq. 11 to the letter, without a copy.
-            limit([p.grad for p in parameters if p.grad is not None], None)
-            self.wrapped.step()
+            # Its change is proportional to the gradient: eq. 11 to the letter.
+            self._step_along(limit([p.grad for p in parameters if p.grad is not None], None), parameters)
         else:
             after = [p.detach() for p in parameters]
             before = [p.clone() for p in after]

@@ -135,9 +135,8 @@ class SI(Anchored):
                 if p.grad is None or (memory := self._memory_of(p, names.get(p))) is None:
                     continue
                 _, anchor = memory
-                # An inner method may scale the gradient in place, and Nesterov adds to it.
-                changing = self._inner is not None or bool(group.get("nesterov"))
-                gradient = p.grad.to_dense().to(anchor.dtype, copy=changing)
+                changed = bool(group.get("nesterov"))  # in place, by the step
+                gradient = p.grad.to_dense().to(anchor.dtype, copy=changed)
                 if names[p] in self._of_penalty:
                     gradient = gradient - clipped.to(gradient) * self._of_penalty[names[p]].to(gradient)
                 gradients[names[p]] = -gradient if group.get("maximize") else gradient
