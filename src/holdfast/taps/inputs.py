@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from holdfast.neurons.kinds import CONVOLUTIONS, TRANSPOSED
 from holdfast.neurons.rows import has_input_rows, input_rows
 from holdfast.samples import Batch, device_of, evaluating, read
 from holdfast.taps.hooks import Taps, first_input
@@ -85,7 +86,13 @@ def module_signals(
                 taps.on_output(module, partial(_keep_call, calls, key))
             value = objective(batch.outputs(model), batch)
             gradients = torch.autograd.grad(value, [output for *_, output in calls], materialize_grads=True)
-        yield batch, [Signal(key, x, gradient) for (key, x, _), gradient in zip(calls, gradients, strict=True)]
+        yield (
+            batch,
+            [
+                Signal(key, *(_without_padding(modules[key], each, batch) for each in (x, gradient)))
+                for (key, x, _), gradient in zip(calls, gradients, strict=True)
+            ],
+        )
 
 
 def _keep_call(
@@ -101,10 +108,20 @@ def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[K, nn.Module]) -
     inputs: dict[K, list[Tensor]] = {}
 
     def keep(key: K, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.setdefault(key, []).append(first_input(args, kwargs).clone())  # the model may change it in place
+        x = first_input(args, kwargs).clone()  # the model may change it in place
+        inputs.setdefault(key, []).append(_without_padding(module, x, batch))
 
     with Taps() as taps, torch.no_grad(), evaluating(model):
         for key, module in modules.items():
             taps.on_input(module, partial(keep, key), always=True)
         batch.outputs(model)
     return inputs
+
+
+def _without_padding(module: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    """The rows of `[samples, tokens, features]` that are no padding; other tensors as they are."""
+    attended = batch.attended
+    spatial = isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
+    if attended is None or spatial or x.dim() != 3 or x.shape[:2] != attended.shape:
+        return x
+    return x[attended.to(x.device)]
