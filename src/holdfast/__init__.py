@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         LwF,
         Separate,
     )
+    from holdfast.methods.measured import Measured, load_measured
+    from holdfast.methods.measuring import measure
 
 __all__ = [
     "CPC",
@@ -34,19 +36,29 @@ __all__ = [
     "LwF",
     "MAS",
     "METHODS",
+    "Measured",
     "NPC",
     "SI",
     "SSL",
     "Separate",
     "__version__",
+    "load_measured",
+    "measure",
 ]
+
+_MODULES = {
+    "Measured": "holdfast.methods.measured",
+    "load_measured": "holdfast.methods.measured",
+    "measure": "holdfast.methods.measuring",
+}
+"""The modules of names that are not in `holdfast.methods`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the methods, and with them torch, when they are first used."""
+    """Import methods and functions, and with them torch, when they are first used."""
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    return getattr(import_module("holdfast.methods"), name)
+    return getattr(import_module(_MODULES.get(name, "holdfast.methods")), name)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from holdfast.directions import Directions, capacity, dense, directed, leading, normalized, second_moment
 from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite, check_samples
+from holdfast.methods.measured import Measured
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all_
@@ -190,6 +191,11 @@ class DPC(NPC):
         return directions
 
     @property
+    def directions(self) -> dict[str, Directions]:
+        """The second moment A of each layer's old inputs, by its leading directions."""
+        return {layer.name: self._directions(layer, parts[0].device) for _, layer, parts in self._sided()}
+
+    @property
     def capacity(self) -> dict[str, float]:
         """The share of each layer's input directions that finished tasks take, from 0 (free) to 1 (full).
 
@@ -251,6 +257,20 @@ class DPC(NPC):
         """Directions of a known second moment plus another one."""
         total = dense(Directions(*(each.double() for each in before))) + moment
         return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
+
+    def remember(self, measured: Measured) -> None:
+        """Take over the importances and the inputs of a model trained elsewhere, measured by `holdfast.measure`.
+
+        The first step is then limited already. The measured inputs count as those of a finished task.
+        """
+        measured.fit(self.importance, self._vectors)
+        moments = {}
+        for _, layer, parts in self._sided():
+            directions = (each.to(parts[0].device).double() for each in measured.directions[layer.name])
+            moments[layer.name] = dense(Directions(*directions))
+        found = self._with(moments)
+        super().remember(measured)
+        self._remember(found)
 
     def _remember(self, found: Mapping[str, Directions]) -> None:
         for name, directions in found.items():

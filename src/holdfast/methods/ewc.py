@@ -112,11 +112,8 @@ class EWC(Sampled):
 
     def _with_sampled_labels(self, batches: Iterable[Batch], active: list[int] | None) -> Iterator[Batch]:
         for batch in batches:
-            labels = sampled_labels(select(batch.outputs(self.model), active))
-            attended = batch.attended
-            if attended is not None and attended.shape == labels.shape:
-                labels = labels.masked_fill(~attended, IGNORED)
-            yield batch.labeled(labels)
+            outputs = select(batch.outputs(self.model), active)
+            yield batch.labeled(sampled_labels(outputs, batch.attended))
 
     def _with_labels(
         self, batches: Iterable[Batch], active: list[int] | None, ranges: list[tuple[Tensor, int]]

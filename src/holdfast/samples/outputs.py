@@ -113,7 +113,12 @@ def predicts_next(outputs: Any, labels: Tensor) -> Tensor:
     return (ahead - loss).abs() < (here - loss).abs()
 
 
-def sampled_labels(outputs: Tensor) -> Tensor:
-    """Labels drawn from the model's own probabilities. Classes lie along the last axis of the outputs."""
+def sampled_labels(outputs: Tensor, attended: Tensor | None) -> Tensor:
+    """Labels drawn from the model's own probabilities, one per sample or token; padding is ignored.
+
+    Classes lie along the last axis of the outputs.
+    """
     p = outputs.softmax(-1)
-    return torch.multinomial(p.flatten(0, -2), num_samples=1).view(p.shape[:-1])
+    labels = torch.multinomial(p.flatten(0, -2), num_samples=1).view(p.shape[:-1])
+    padded = attended is not None and attended.shape == labels.shape
+    return labels.where(attended, IGNORED) if padded and attended is not None else labels
