@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
+    from holdfast.forgetting import Forgetting
     from holdfast.methods import (
         CPC,
         DPC,
@@ -31,6 +32,7 @@ __all__ = [
     "DPC",
     "EWC",
     "FineTune",
+    "Forgetting",
     "Joint",
     "KFAC",
     "LwF",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Forgetting": "holdfast.forgetting",
     "Measured": "holdfast.methods.measured",
     "load_measured": "holdfast.methods.measured",
     "measure": "holdfast.methods.measuring",
