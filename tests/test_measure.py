@@ -137,6 +137,15 @@ def test_which_loss() -> None:
     assert torch.equal(drawn, holdfast.measure(model, [(x, labels)]).importance["first"])
 
 
+def test_the_outputs_of_one_task() -> None:
+    torch.manual_seed(0)
+    model, ((x, y),) = Own().double(), data((6,), classes=2)
+    found = holdfast.measure(model, [{"x": x, "labels": y}], [2, 0])
+    given = holdfast.measure(model, [(x, y)], loss=lambda outputs, y: cross_entropy(outputs["logits"][:, [2, 0]], y))
+    assert_same_bits(found.importance, given.importance)
+    assert holdfast.measure(model, [x], [2, 0]).importance["second"][1] == 0, "labels are drawn from these outputs"
+
+
 def test_the_model_stays_as_it_is() -> None:
     model = Block(norm=True).train()
     model.norm.eval()

@@ -13,7 +13,7 @@ from holdfast.methods.dpc import DPC
 from holdfast.methods.measured import Measured
 from holdfast.methods.method import bare
 from holdfast.methods.settings import count
-from holdfast.samples import Batch, device_of, evaluating, loss_of, sampled_labels, samples_of, select
+from holdfast.samples import Batch, device_of, evaluating, loss_of, output_nodes, sampled_labels, samples_of, select
 
 Loss = Callable[[Any, Any], Tensor]
 """Maps the model's outputs and the labels of a batch, if it has any, to the loss."""
@@ -32,6 +32,7 @@ class _Meter(DPC):
 def measure(
     model: nn.Module,
     batches: Iterable[Any],
+    active: Iterable[int] | None = None,
     *,
     loss: Loss | None = None,
     free: Iterable[nn.Module] = (),
@@ -48,9 +49,10 @@ def measure(
     Args:
         model: the trained model. Only layers with parameters that require gradients are measured.
         batches: batches of about the size used in training, as for `consolidate`; labels are optional.
+        active: the output nodes of the task that these batches belong to; all by default.
         loss: maps the outputs of the model and the labels of a batch to the loss. By default the loss that the model
-            itself returns, or else cross entropy with the labels. Without labels, they are drawn from the model's own
-            probabilities.
+            itself returns, or else cross entropy of the active outputs with the labels. Without labels, they are drawn
+            from the model's own probabilities.
         free: modules that need no measurements, such as a head that will be replaced.
         observe: modules at whose outputs neurons are tapped, as in `NPC`.
         samples: the number of samples to measure on, the first of the batches; all if None.
@@ -70,6 +72,7 @@ def measure(
     trained = [p for p in inner.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("the model has no parameters that require gradients: measure it before freezing it")
+    nodes = output_nodes(active)
     given = list(samples_of(batches, count("samples", samples, least=1), device_of(inner)))
     meter = _Meter(model, SGD(trained, lr=1.0), free=free, observe=observe, samples=None, rank=rank)
     with meter, _gradients_kept(trained):
@@ -77,19 +80,19 @@ def measure(
             meter.rate = 1 / number  # which makes the moving average of eq. 4 a mean
             meter.zero_grad()
             with evaluating(inner), torch.enable_grad():
-                _loss(batch.outputs(inner), batch, loss).backward()  # type: ignore[no-untyped-call]
+                _loss(batch.outputs(inner), batch, nodes, loss).backward()  # type: ignore[no-untyped-call]
             meter.step()
         meter.consolidate(given)
         return Measured(_relative(meter.importance), meter.directions, sum(batch.size for batch in given))
 
 
-def _loss(outputs: Any, batch: Batch, loss: Loss | None) -> Tensor:
+def _loss(outputs: Any, batch: Batch, active: list[int] | None, loss: Loss | None) -> Tensor:
     if loss is not None:
         return loss(outputs, batch.labels)
     own = loss_of(outputs)
-    if own is not None:
+    if own is not None and active is None:
         return own
-    logits, labels = select(outputs, None), batch.labels
+    logits, labels = select(outputs, active), batch.labels
     if labels is None:
         labels = sampled_labels(logits.detach(), batch.attended)
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
