@@ -10,11 +10,10 @@ from torch.nn.functional import cross_entropy
 from holdfast.samples import (
     IGNORED,
     Batch,
+    aligned,
     device_of,
     evaluating,
-    following,
     loss_of,
-    predicts_next,
     samples_of,
     select,
 )
@@ -125,9 +124,7 @@ class Forgetting:
                 f'metric="{self.metric}" needs labels that are class numbers for outputs {tuple(logits.shape)}, got '
                 f"{found}; or give a function of outputs and labels"
             )
-        if labels.dim() == 2:
-            labels = torch.where(predicts_next(outputs, labels), following(labels), labels)
-        logits, labels = logits.flatten(0, -2), labels.flatten().long()
+        logits, labels = logits.flatten(0, -2), aligned(outputs, labels.long()).flatten()
         return _METRICS[self.metric](logits, labels) if own is None else own, int((labels != IGNORED).sum())
 
 

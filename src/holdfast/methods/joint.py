@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from holdfast.methods.memory import Kind
 from holdfast.methods.method import Method, Needs
-from holdfast.samples import Batch, device_of, following, output_nodes, predicts_next, read, select
+from holdfast.samples import Batch, aligned, device_of, output_nodes, read, select
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,8 +103,7 @@ class Joint(Method):
         outputs = batch.outputs(self.model)
         selected = select(outputs, active)
         if selected.dim() == 3 and labels.dim() == 2:  # tokens count like samples
-            labels = torch.where(predicts_next(outputs, labels), following(labels), labels).flatten()
-            selected = selected.flatten(0, 1)
+            selected, labels = selected.flatten(0, 1), aligned(outputs, labels).flatten()
         return self.criterion(selected, labels)
 
     def _update(self) -> None:

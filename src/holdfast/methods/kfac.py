@@ -19,11 +19,10 @@ from holdfast.neurons import Layer, find_layers
 from holdfast.neurons.rows import Layout, group_rows, output_rows
 from holdfast.samples import (
     Batch,
+    aligned,
     device_of,
-    following,
     log_likelihood,
     output_nodes,
-    predicts_next,
     samples_of,
     select,
 )
@@ -204,7 +203,4 @@ def _log_likelihood(outputs: Any, labels: Tensor | None, active: list[int] | Non
     selected = select(outputs, active)
     check_labels(labels, selected.shape[:-1])
     check_range(label_range(labels), selected.shape[-1])
-    labels = labels.long()
-    if labels.dim() == 2:
-        labels = torch.where(predicts_next(outputs, labels), following(labels), labels)
-    return log_likelihood(selected, labels)
+    return log_likelihood(selected, aligned(outputs, labels.long()))

@@ -13,7 +13,17 @@ from holdfast.methods.dpc import DPC
 from holdfast.methods.measured import Measured
 from holdfast.methods.method import bare
 from holdfast.methods.settings import count
-from holdfast.samples import Batch, device_of, evaluating, loss_of, output_nodes, sampled_labels, samples_of, select
+from holdfast.samples import (
+    Batch,
+    aligned,
+    device_of,
+    evaluating,
+    loss_of,
+    output_nodes,
+    sampled_labels,
+    samples_of,
+    select,
+)
 
 Loss = Callable[[Any, Any], Tensor]
 """Maps the model's outputs and the labels of a batch, if it has any, to the loss."""
@@ -94,13 +104,17 @@ def _loss(outputs: Any, batch: Batch, active: list[int] | None, loss: Loss | Non
         return own
     logits, labels = select(outputs, active), batch.labels
     if labels is None:
-        labels = sampled_labels(logits.detach(), batch.attended)
+        return _cross_entropy(logits, sampled_labels(logits.detach(), batch.attended))
     if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels {labels.dtype} {tuple(labels.shape)} are no class numbers for outputs {tuple(logits.shape)}: give "
             "the loss, as in measure(..., loss=lambda outputs, labels: ...)"
         )
-    return cross_entropy(logits.flatten(0, -2), labels.long().flatten())
+    return _cross_entropy(logits, aligned(outputs, labels.long()))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def _relative(importance: Mapping[str, Tensor]) -> dict[str, Tensor]:

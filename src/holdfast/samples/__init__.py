@@ -4,6 +4,7 @@ from holdfast.samples.batch import Batch, device_of, read, samples_of
 from holdfast.samples.gradients import Objective, Reduce, evaluating, sum_over_samples
 from holdfast.samples.outputs import (
     IGNORED,
+    aligned,
     following,
     log_likelihood,
     logits_of,
@@ -20,6 +21,7 @@ __all__ = [
     "IGNORED",
     "Objective",
     "Reduce",
+    "aligned",
     "device_of",
     "evaluating",
     "following",

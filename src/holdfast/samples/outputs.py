@@ -113,6 +113,11 @@ def predicts_next(outputs: Any, labels: Tensor) -> Tensor:
     return (ahead - loss).abs() < (here - loss).abs()
 
 
+def aligned(outputs: Any, labels: Tensor) -> Tensor:
+    """The labels of tokens, each at the token whose output predicts it; other labels as they are."""
+    return torch.where(predicts_next(outputs, labels), following(labels), labels) if labels.dim() == 2 else labels
+
+
 def sampled_labels(outputs: Tensor, attended: Tensor | None) -> Tensor:
     """Labels drawn from the model's own probabilities, one per sample or token; padding is ignored.
 

@@ -86,13 +86,11 @@ def module_signals(
                 taps.on_output(module, partial(_keep_call, calls, key))
             value = objective(batch.outputs(model), batch)
             gradients = torch.autograd.grad(value, [output for *_, output in calls], materialize_grads=True)
-        yield (
-            batch,
-            [
-                Signal(key, *(_without_padding(modules[key], each, batch) for each in (x, gradient)))
-                for (key, x, _), gradient in zip(calls, gradients, strict=True)
-            ],
-        )
+        signals = []
+        for (key, x, _), gradient in zip(calls, gradients, strict=True):
+            rows, gradient_rows = (_without_padding(modules[key], each, batch) for each in (x, gradient))
+            signals.append(Signal(key, rows, gradient_rows))
+        yield batch, signals
 
 
 def _keep_call(
