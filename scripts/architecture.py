@@ -25,7 +25,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("study",),
     ("runs",),
-    ("methods", "models", "streams", "gpu"),
+    ("forgetting", "methods", "models", "streams", "gpu"),
     ("taps",),
     ("neurons", "samples"),
     ("importance", "plasticity", "directions"),

@@ -190,9 +190,9 @@ def test_what_ewc_cannot_measure_is_said() -> None:
         importance("ewc", mlp(), [(torch.randn(1, 4), torch.tensor([3]))])
     with pytest.raises(ValueError, match=r'labels="true" needs .* without labels, use labels="exact"'):
         importance("ewc", mlp(), [torch.randn(1, 4)])
-    with pytest.raises(ValueError, match='labels must be "true" or "exact", got \'sampled\''):
-        importance("ewc", mlp(), [], labels="sampled")
-    with pytest.raises(ValueError, match=r"returns \[samples, classes\], a sample here has \(3, 2, 2\)"):
+    with pytest.raises(ValueError, match='labels must be "true" or "sampled" or "exact", got \'drawn\''):
+        importance("ewc", mlp(), [], labels="drawn")
+    with pytest.raises(ValueError, match=r"returns \[samples, classes\] or .*, a sample here has \(3, 2, 2\)"):
         importance("ewc", nn.Conv2d(1, 3, 1), [torch.randn(1, 1, 2, 2)], labels="exact")
     with pytest.raises(ValueError, match="active names output 7, but the model has 3 outputs"):
         importance("mas", mlp(), [torch.randn(1, 4)], active=[7])

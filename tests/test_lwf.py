@@ -153,22 +153,22 @@ def test_a_model_that_keeps_what_it_computed() -> None:
 
 
 def test_outputs_of_another_shape_are_refused() -> None:
-    model = nn.Linear(4, 3)
+    model = nn.Conv2d(4, 3, 1)
     optimizer = lwf(model)
     optimizer.consolidate([])
-    model(torch.randn(2, 5, 4))
-    with pytest.raises(ValueError, match=r"returns \[samples, outputs\], got \(2, 5, 3\)"):
+    model(torch.randn(2, 4, 5, 5))
+    with pytest.raises(ValueError, match=r"returns \[samples, outputs\] or .*, got \(2, 3, 5, 5\)"):
         optimizer.penalty()
 
 
 def test_a_model_that_returns_no_tensor() -> None:
     class Named(nn.Linear):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-            return {"logits": super().forward(x)}
+        def forward(self, x: Tensor) -> dict[str, list[Tensor]]:  # type: ignore[override]
+            return {"pyramid": [super().forward(x)]}
 
     model = Named(4, 3)
     optimizer = lwf(model)
     optimizer.consolidate([])
     model(torch.randn(2, 4))
-    with pytest.raises(TypeError, match="must return one tensor of outputs, got a dict"):
+    with pytest.raises(TypeError, match="must return a tensor of outputs, alone or as `logits`, got a dict"):
         optimizer.penalty()

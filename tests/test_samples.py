@@ -251,7 +251,8 @@ def test_a_budget_takes_the_first_samples_and_no_more_batches_than_it_needs() ->
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": torch.ones(2, 4)}, r"batches must be \(inputs, labels\) pairs, got a dict"),
+        ({1, 2}, r"batches must be \(inputs, labels\) pairs or dicts, got a set"),
+        ({"x": torch.ones(2, 4), "idx": [3, 4]}, "must be tensors with samples along their first axis"),
         ((torch.ones(2), torch.ones(2), torch.ones(2)), "got a tuple"),
         (("images", torch.ones(2)), "must be tensors with samples along their first axis"),
         ((torch.tensor(1.0), torch.ones(2)), "must be tensors with samples along their first axis"),
@@ -263,8 +264,9 @@ def test_batches_that_are_none(batch: Any, message: str) -> None:
 
 
 def test_outputs_that_do_not_fit() -> None:
-    with pytest.raises(TypeError, match="must return one tensor of outputs, got a dict"):
-        select({"logits": torch.ones(2, 3)}, None)  # type: ignore[arg-type]
+    for answer in ({"loss": torch.tensor(1.0)}, ("a", "b"), 3):
+        with pytest.raises(TypeError, match="must return a tensor of outputs, alone or as `logits`, got a "):
+            select(answer, None)
     with pytest.raises(ValueError, match=r"must return \[samples, outputs\], got shape \(2,\)"):
         select(torch.ones(2), None)
     with pytest.raises(ValueError, match="active names output 3, but the model has 3 outputs"):

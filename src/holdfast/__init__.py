@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
+    from holdfast.forgetting import Forgetting
     from holdfast.methods import (
         CPC,
         DPC,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
         Separate,
         explain,
     )
+    from holdfast.methods.measured import Measured, load_measured
+    from holdfast.methods.measuring import measure
 
 __all__ = [
     "CPC",
@@ -30,25 +33,37 @@ __all__ = [
     "DPC",
     "EWC",
     "FineTune",
+    "Forgetting",
     "Joint",
     "KFAC",
     "LwF",
     "MAS",
     "METHODS",
+    "Measured",
     "NPC",
     "SI",
     "SSL",
     "Separate",
     "__version__",
     "explain",
+    "load_measured",
+    "measure",
 ]
+
+_MODULES = {
+    "Forgetting": "holdfast.forgetting",
+    "Measured": "holdfast.methods.measured",
+    "load_measured": "holdfast.methods.measured",
+    "measure": "holdfast.methods.measuring",
+}
+"""The modules of names that are not in `holdfast.methods`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the methods, and with them torch, when they are first used."""
+    """Import methods and functions, and with them torch, when they are first used."""
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    return getattr(import_module("holdfast.methods"), name)
+    return getattr(import_module(_MODULES.get(name, "holdfast.methods")), name)
 
 
 def __dir__() -> list[str]:

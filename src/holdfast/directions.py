@@ -35,6 +35,10 @@ class Directions(NamedTuple):
         return self.vectors.shape[1] - self.vectors.shape[2]
 
 
+Moment = Directions | Tensor
+"""A second moment by its directions, or a diagonal one, `[groups, inputs]`, if inputs are indices of rows."""
+
+
 def second_moment(rows: Tensor, *, bias: bool) -> Tensor:
     """Sum a a^T over the rows a, `[groups, n, inputs]`, with a 1 appended to each row if the layer has a bias.
 

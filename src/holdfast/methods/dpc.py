@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from holdfast.directions import (
     Directions,
+    Moment,
     capacity,
     dense,
     diagonal_capacity,
@@ -23,6 +24,7 @@ from holdfast.directions import (
 )
 from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite, check_samples
+from holdfast.methods.measured import Measured
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Needs
 from holdfast.methods.npc import NPC, limit_all
@@ -31,9 +33,6 @@ from holdfast.neurons import Choice, Layer, Product
 from holdfast.neurons.rows import Layout
 from holdfast.samples import Batch, device_of, samples_of
 from holdfast.taps import CallTap, product_inputs
-
-Moment = Directions | Tensor
-"""A second moment by its directions, or a diagonal one."""
 
 
 class Side(NamedTuple):
@@ -224,19 +223,23 @@ class DPC(NPC):
         return moment
 
     @property
+    def moments(self) -> dict[str, Moment]:
+        """The second moment A of old inputs, by layer: its leading directions, or its diagonal for an embedding."""
+        return {product.name: self._moment(product, product.weight.device) for _, product in self._products()}
+
+    @property
     def capacity(self) -> dict[str, float]:
         """The share of the input directions that finished tasks take, from 0 (free) to 1 (full), by layer.
 
         It is trace(kappa A (I + kappa A)^-1) / d for d inputs. A recurrent layer has two entries: for its inputs, with
         the ending `ih`, and for its hidden states, with the ending `hh`.
         """
-        taken = {}
-        for _, product in self._products():
-            moment = self._moment(product, product.weight.device)
-            taken[product.name] = float(
+        return {
+            name: float(
                 diagonal_capacity(moment, self.kappa) if isinstance(moment, Tensor) else capacity(moment, self.kappa)
             )
-        return taken
+            for name, moment in self.moments.items()
+        }
 
     def _directed(self, layer: Layer) -> int:
         read = [product for product in layer.products if product.name not in self._unread]
@@ -315,6 +318,18 @@ class DPC(NPC):
             return before + moment.to(before)
         total = dense(Directions(*(each.double() for each in before))) + moment
         return Directions(*(each.to(like) for each, like in zip(leading(total, self.rank), before, strict=True)))
+
+    def remember(self, measured: Measured) -> None:
+        """Take over the importances and the inputs of a model trained elsewhere, measured by `holdfast.measure`.
+
+        The first step is then limited already. The measured inputs count as those of a finished task.
+        """
+        products = [product for _, product in self._products()]
+        measured.fit(self._importance, {each.name: (each.shape[0], each.shape[2]) for each in products})
+        moments = {each.name: measured.moment(each.name).to(each.weight.device) for each in products}
+        found = self._with(moments)
+        super().remember(measured)
+        self._remember(found, self._without(moments))
 
     def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
         for name, moment in found.items():

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from holdfast.methods.memory import Kind
 from holdfast.methods.method import Method, Needs
-from holdfast.samples import device_of, output_nodes, read, select
+from holdfast.samples import Batch, aligned, device_of, output_nodes, read, select
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ class Joint(Method):
     Args:
         model: the model in training.
         optimizer: an optimizer of its parameters.
-        criterion: the loss of a task, from its active outputs and its labels.
+        criterion: the loss of a task, from its active outputs and its labels. Tokens count like samples.
     """
 
     needs: ClassVar = Needs(data=True, old_data=True)
@@ -93,11 +93,18 @@ class Joint(Method):
     def _penalty(self) -> Tensor:
         total = super()._penalty()
         for task in self._tasks:
-            batch = read(task.draw(), device_of(self.model))
-            if batch.labels is None:
-                raise ValueError("joint training needs (inputs, labels) batches")
-            total = total + self.criterion(select(batch.outputs(self.model), task.active), batch.labels)
+            total = total + self._loss(read(task.draw(), device_of(self.model)), task.active)
         return total
+
+    def _loss(self, batch: Batch, active: list[int] | None) -> Tensor:
+        labels = batch.labels
+        if labels is None:
+            raise ValueError("joint training needs (inputs, labels) batches, or dicts with labels")
+        outputs = batch.outputs(self.model)
+        selected = select(outputs, active)
+        if selected.dim() == 3 and labels.dim() == 2:  # tokens count like samples
+            selected, labels = selected.flatten(0, 1), aligned(outputs, labels).flatten()
+        return self.criterion(selected, labels)
 
     def _update(self) -> None:
         moving = [p for p in self._trained() if p.grad is not None]

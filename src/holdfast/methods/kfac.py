@@ -11,13 +11,21 @@ from torch.optim import Optimizer
 from holdfast.directions import second_moment
 from holdfast.importance import precise
 from holdfast.methods.anchor import check_finite, check_samples
-from holdfast.methods.ewc import check_range
+from holdfast.methods.ewc import check_labels, check_range, label_range
 from holdfast.methods.memory import AS_BEFORE, PLAIN
 from holdfast.methods.method import Commit, Method, Needs
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons import Layer, find_layers
 from holdfast.neurons.rows import Layout, group_rows, output_rows
-from holdfast.samples import Batch, device_of, output_nodes, samples_of, select
+from holdfast.samples import (
+    Batch,
+    aligned,
+    device_of,
+    log_likelihood,
+    output_nodes,
+    samples_of,
+    select,
+)
 from holdfast.taps import module_signals
 
 
@@ -53,7 +61,7 @@ class KFAC(Method):
     """Pulls each layer to its last values, by a Kronecker-factored Fisher information.
 
     For a layer with inputs a (with a 1 appended if the layer has a bias) and gradients g of log p(label | x) at its
-    outputs, on the samples of a task:
+    outputs, on the samples of a task (for tokens: of the sum over tokens, without padding):
 
         A_k = mean over samples of the sum over positions of a a^T,   A = sum of A_k over the finished tasks
         G_k = mean over samples and positions of g g^T,               G = mean of G_k over the finished tasks
@@ -65,7 +73,7 @@ class KFAC(Method):
     convolution layers", ICML 2016.
 
     Args:
-        model: the model in training. It returns `[samples, classes]`, as for cross entropy.
+        model: the model in training. It returns `[samples, classes]` or `[samples, tokens, classes]`.
         optimizer: an optimizer of its parameters.
         strength: the strength of the pull.
         samples: the number of samples per task to measure on, the first of its batches; all if None.
@@ -175,8 +183,8 @@ class KFAC(Method):
         samples = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
         positions = {name: torch.zeros_like(samples) for name in self._layers}
 
-        def likelihood(answer: Tensor, batch: Batch) -> Tensor:
-            return _log_likelihood(select(answer, active), batch.labels)
+        def likelihood(answer: Any, batch: Batch) -> Tensor:
+            return _log_likelihood(answer, batch.labels, active)
 
         measured = samples_of(batches, self.samples, device_of(self.model))
         for batch, signals in module_signals(self.model, modules, measured, likelihood):
@@ -191,14 +199,11 @@ class KFAC(Method):
         return inputs, outputs, samples, positions
 
 
-def _log_likelihood(outputs: Tensor, labels: Tensor | None) -> Tensor:
-    """The sum over samples of the log probability of their labels."""
+def _log_likelihood(outputs: Any, labels: Tensor | None, active: list[int] | None) -> Tensor:
+    """The sum over samples, and over their tokens, of the log probability of their labels."""
     if labels is None:
-        raise ValueError("KFAC needs (inputs, labels) batches: labels count within the task")
-    if outputs.dim() != 2 or labels.shape != (len(outputs),) or labels.is_floating_point():
-        raise ValueError(
-            f"KFAC needs outputs [samples, classes] and one class number per sample, got {tuple(outputs.shape)} and "
-            f"{labels.dtype} {tuple(labels.shape)}"
-        )
-    check_range(torch.stack(labels.aminmax()), outputs.shape[1])
-    return outputs.log_softmax(1).gather(1, labels.long().unsqueeze(1)).sum()
+        raise ValueError("KFAC needs (inputs, labels) batches, or dicts with labels: labels count within the task")
+    selected = select(outputs, active)
+    check_labels(labels, selected.shape[:-1])
+    check_range(label_range(labels), selected.shape[-1])
+    return log_likelihood(selected, aligned(outputs, labels.long()))

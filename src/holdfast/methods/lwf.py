@@ -14,18 +14,22 @@ from holdfast.importance import precise
 from holdfast.methods.memory import BY_MODEL, PLAIN
 from holdfast.methods.method import Commit, Coverage, Method
 from holdfast.methods.settings import NonNegative, Positive
-from holdfast.samples import device_of, output_nodes, select
+from holdfast.samples import Batch, device_of, logits_of, output_nodes, select
 from holdfast.taps import CallTap
 
 
-def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(old / T) || softmax(new / T)), the mean over samples.
+def distillation(new: Tensor, old: Tensor, temperature: float, attended: Tensor | None = None) -> Tensor:
+    """T^2 KL(softmax(old / T) || softmax(new / T)), the mean over samples, or over tokens that are no padding.
 
     >>> distillation(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0]]), temperature=2.0)
     tensor(0.)
     """
-    log_old, log_new = ((x.to(precise(x.dtype)) / temperature).log_softmax(1) for x in (old, new))
-    return temperature**2 * nn.functional.kl_div(log_new, log_old, reduction="batchmean", log_target=True)
+    log_old, log_new = ((x.to(precise(x.dtype)) / temperature).log_softmax(-1) for x in (old, new))
+    if new.dim() == 2:
+        return temperature**2 * nn.functional.kl_div(log_new, log_old, reduction="batchmean", log_target=True)
+    terms = nn.functional.kl_div(log_new, log_old, reduction="none", log_target=True).sum(-1)
+    weights = torch.ones_like(terms) if attended is None else attended.to(terms)
+    return temperature**2 * (weights * terms).sum() / weights.sum().clamp(min=1)
 
 
 class LwF(Method):
@@ -38,7 +42,8 @@ class LwF(Method):
     Knowledge in a Neural Network", 2015).
 
     Args:
-        model: the model in training. It returns `[samples, outputs]` and does not change its inputs in place.
+        model: the model in training. It returns `[samples, outputs]` or `[samples, tokens, outputs]` and does not
+            change its inputs in place.
         optimizer: an optimizer of its parameters.
         weight: the weight of the old outputs in the loss, lambda_o in the paper.
         temperature: T, which softens the outputs so that unlikely classes count too.
@@ -99,11 +104,15 @@ class LwF(Method):
             self._old.to(device_of(self.model))
         with torch.no_grad():
             old = self._old(*call.args, **call.kwargs)
-        new = call.output
-        if isinstance(new, Tensor) and new.dim() != 2:
-            raise ValueError(f"LwF needs a model that returns [samples, outputs], got {tuple(new.shape)}")
+        new = logits_of(call.output)
+        if new.dim() not in (2, 3):
+            raise ValueError(
+                "LwF needs a model that returns [samples, outputs] or [samples, tokens, outputs], got "
+                f"{tuple(new.shape)}"
+            )
+        attended = Batch(call.args, call.kwargs, labels=None).attended
         for head in self._heads:
-            total = total + distillation(select(new, head), select(old, head), self.temperature)
+            total = total + distillation(select(new, head), select(old, head), self.temperature, attended)
         return self.weight * total
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from holdfast.methods.anchor import Form, Sampled
 from holdfast.methods.method import Method
 from holdfast.methods.settings import Count, NonNegative
-from holdfast.samples import sum_over_samples
+from holdfast.samples import sum_over_samples, without_ignored
 
 
 def squared_norm(outputs: Tensor, label: Tensor) -> Tensor:
-    """The squared length of a sample's outputs."""
-    return outputs.square().sum().view(1)
+    """The squared length of a sample's outputs, without those of ignored tokens."""
+    return without_ignored(outputs, label).square().sum().view(1)
 
 
 class MAS(Sampled):
@@ -28,7 +28,8 @@ class MAS(Sampled):
     ECCV 2018.
 
     Args:
-        model: the model in training. It returns one tensor, with the output nodes along axis 1.
+        model: the model in training. Its output nodes lie along axis 1, or along the last axis of
+            `[samples, tokens, nodes]`.
         optimizer: an optimizer of its parameters.
         strength: the strength of the pull, lambda in the paper.
         samples: the number of samples per task to measure on, the first of its batches; all if None.
@@ -64,5 +65,5 @@ class MAS(Sampled):
                 )
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
-        measured, parameters = self._samples(batches), self._parameters()
+        measured, parameters = (batch.marked for batch in self._samples(batches)), self._parameters()
         return self._mean(*sum_over_samples(self.model, parameters, measured, squared_norm, torch.abs, active))

@@ -354,7 +354,8 @@ class Method(Optimizer):
         """Finish a task.
 
         Args:
-            batches: the batches of the task, as `(inputs, labels)`; labels count within the task.
+            batches: the batches of the task, as `(inputs, labels)` or as dicts of the model's arguments; labels count
+                within the task.
             active: the output nodes of the task; all by default.
         """
         readers = [part for part in self.parts.values() if part.needs.data]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from holdfast.compiling import compiled
 from holdfast.errors import warn
 from holdfast.importance import layer_means, moving_average, parameter_taylor
+from holdfast.methods.measured import Measured
 from holdfast.methods.memory import AS_BEFORE
 from holdfast.methods.method import Needs, several_processes
 from holdfast.methods.plastic import Plastic
@@ -142,6 +143,15 @@ class NPC(Plastic):
 
     def _split(self, values: Tensor) -> Sequence[Tensor]:
         return values.split_with_sizes(self._widths)
+
+    def remember(self, measured: Measured) -> None:
+        """Take over the importances of a model trained elsewhere, measured by `holdfast.measure`.
+
+        The first step is then limited already. Importances that were known before are replaced.
+        """
+        present = self._importance
+        measured.fit(present)
+        self._importance = {name: measured.importance[name] for name in present}
 
     # ---- a step ----
 

@@ -17,7 +17,7 @@ from holdfast.methods.memory import Kind
 from holdfast.methods.method import Coverage, Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons.kinds import width_of
-from holdfast.samples import Batch, select, sum_over_samples
+from holdfast.samples import Batch, select, sum_over_samples, without_ignored
 from holdfast.taps import ActivationTaps
 
 
@@ -75,7 +75,8 @@ class SSL(MAS):
     Source: Aljundi, Rohrbach, Tuytelaars, "Selfless Sequential Learning", ICLR 2019.
 
     Args:
-        model: the model in training. It returns one tensor, with the output nodes along axis 1.
+        model: the model in training. Its output nodes lie along axis 1, or along the last axis of
+            `[samples, tokens, nodes]`.
         optimizer: an optimizer of its parameters.
         sparsity: the weight of this penalty, lambda_SSL in the paper.
         strength: the strength of the pull of MAS.
@@ -177,7 +178,7 @@ class SSL(MAS):
 
     def _measure(self, batches: Iterable[Any], active: list[int] | None) -> dict[str, Tensor]:
         neurons: dict[str, Tensor] = {}
-        measured = self._measuring_neurons(self._samples(batches), active, neurons)
+        measured = self._measuring_neurons((batch.marked for batch in self._samples(batches)), active, neurons)
         sums, count = sum_over_samples(self.model, self._parameters(), measured, squared_norm, torch.abs, active)
         means = self._mean(sums, count)
         self._newest = self._mean(neurons, count)
@@ -198,7 +199,7 @@ class SSL(MAS):
     def _neuron_importance(self, batch: Batch, active: list[int] | None) -> dict[str, Tensor]:
         """The sum over samples of |d ||f||^2 / d n_i|, by layer; n_i shifts at all positions together."""
         with self._taps.whole():
-            outputs = select(batch.outputs(self.model), active)
+            outputs = without_ignored(select(batch.outputs(self.model), active), batch.labels_or_zeros)
         kept = self._taps.take()
         if not kept:
             return {}

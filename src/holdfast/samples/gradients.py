@@ -12,11 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.errors import warn
 from holdfast.importance import precise
-from holdfast.samples.batch import Batch, device_of, select
+from holdfast.samples.batch import Batch, device_of
 from holdfast.samples.convolution import PerSampleConvolutions
+from holdfast.samples.outputs import select
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""Maps a sample's active outputs and its label to a vector of values."""
+"""Maps a sample's active outputs and its label, or the labels of its tokens, to a vector of values."""
 Reduce = Callable[[Tensor], Tensor]
 """Maps the gradient of one value of one sample to the summand, elementwise."""
 

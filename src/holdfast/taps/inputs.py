@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from holdfast.neurons.kinds import CONVOLUTIONS, TRANSPOSED
 from holdfast.neurons.products import Product
 from holdfast.neurons.rows import has_input_rows, input_rows
 from holdfast.samples import Batch, device_of, evaluating, read
@@ -61,13 +62,14 @@ def product_inputs(
     model: nn.Module, products: Iterable[Product], batches: Iterable[Any]
 ) -> Iterator[dict[tuple[Product, nn.Module], list[list[Tensor]]]]:
     """Iterate over the inputs of `products`, batch by batch: what each call of its modules shows."""
-    for batch in batches:
+    for given in batches:
+        batch = given if isinstance(given, Batch) else read(given, device_of(model))
         inputs: dict[tuple[Product, nn.Module], list[list[Tensor]]] = {}
         with Taps() as taps, torch.no_grad(), evaluating(model), _attention_by_modules():
             for product in products:
                 for module in product.modules:
-                    taps.on_output(module, partial(_keep_inputs, inputs, product), always=True)
-            (batch if isinstance(batch, Batch) else read(batch, device_of(model))).outputs(model)
+                    taps.on_output(module, partial(_keep_inputs, inputs, product, batch.attended), always=True)
+            batch.outputs(model)
         yield inputs
 
 
@@ -85,12 +87,17 @@ def _attention_by_modules() -> Iterator[None]:
 def _keep_inputs(
     inputs: dict[tuple[Product, nn.Module], list[list[Tensor]]],
     product: Product,
+    attended: Tensor | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> None:
     given = [x.clone() for x in product.read(module, args, kwargs, output)]  # the model may change them in place
+    if product.lookup:
+        given = [attended_indices(x, attended) for x in given]
+    else:
+        given = [_tokens(module, x, attended) for x in given]
     if given:
         inputs.setdefault((product, module), []).append(given)
 
@@ -125,7 +132,10 @@ def module_signals(
                 taps.on_output(module, partial(_keep_call, calls, key))
             value = objective(batch.outputs(model), batch)
             gradients = torch.autograd.grad(value, [output for *_, output in calls], materialize_grads=True)
-        yield batch, [Signal(key, x, gradient) for (key, x, _), gradient in zip(calls, gradients, strict=True)]
+        signals = []
+        for (key, x, _), gradient in zip(calls, gradients, strict=True):
+            signals.append(Signal(key, *(_tokens(modules[key], each, batch.attended) for each in (x, gradient))))
+        yield batch, signals
 
 
 def _keep_call(
@@ -141,10 +151,30 @@ def _inputs_on(batch: Batch, model: nn.Module, modules: Mapping[K, nn.Module]) -
     inputs: dict[K, list[Tensor]] = {}
 
     def keep(key: K, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.setdefault(key, []).append(first_input(args, kwargs).clone())  # the model may change it in place
+        x = first_input(args, kwargs).clone()  # the model may change it in place
+        inputs.setdefault(key, []).append(_tokens(module, x, batch.attended))
 
     with Taps() as taps, torch.no_grad(), evaluating(model), _attention_by_modules():
         for key, module in modules.items():
             taps.on_input(module, partial(keep, key), always=True)
         batch.outputs(model)
     return inputs
+
+
+def _tokens(module: nn.Module, x: Tensor, attended: Tensor | None) -> Tensor:
+    """The rows of `[samples, tokens, features]` that are no padding; other tensors, as of convolutions, as they are."""
+    spatial = isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
+    if attended is None or spatial or x.dim() != 3 or x.shape[:2] != attended.shape:
+        return x
+    return x[attended.to(x.device)]
+
+
+def attended_indices(indices: Tensor, attended: Tensor | None) -> Tensor:
+    """Indices of tokens, or of positions that all samples share, without those of padding; others as they are.
+
+    >>> attended_indices(torch.tensor([[0, 1, 2]]), torch.tensor([[True, True, True], [True, False, False]]))
+    tensor([0, 1, 2, 0])
+    """
+    if attended is None or indices.shape not in (attended.shape, attended[:1].shape, attended.shape[1:]):
+        return indices
+    return indices.expand(attended.shape)[attended.to(indices.device)]
