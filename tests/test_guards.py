@@ -125,7 +125,7 @@ def test_a_head_that_grows_is_no_surprise(name: str) -> None:
     model.heads.append(head := nn.Linear(6, 2))
     method.add_param_group({"params": list(head.parameters())})
     with warnings.catch_warnings():
-        warnings.simplefilter("error" if name != "kfac" else "ignore")  # which has no free modules
+        warnings.simplefilter("error")
         train(model, method, [x for x, _ in batches(2)])
 
 

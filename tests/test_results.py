@@ -66,7 +66,7 @@ def test_every_run_is_whole(folder: Path) -> None:
 
 
 def test_there_are_neither_weights_nor_data() -> None:
-    kinds = {".json", ".jsonl", ".csv", ".html", ".md", ".png", ".pdf", ".py", ".pyc"}
+    kinds = {".json", ".jsonl", ".csv", ".html", ".md", ".png", ".pdf", ".py", ".pyc", ".toml"}
     for path in RESULTS.rglob("*"):
         assert path.is_dir() or path.suffix in kinds, path
         assert path.stat().st_size < 2**20, path

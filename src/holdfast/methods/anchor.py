@@ -118,7 +118,7 @@ class Anchored(Method):
 
     @torch.no_grad()
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
-        self._adapt([])
+        self._notice_parameters(always=True)
         newest = self._measure(batches, output_nodes(active))
         for name, importance in newest.items():
             check_finite(name, importance)

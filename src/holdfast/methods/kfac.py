@@ -110,20 +110,28 @@ class KFAC(Method):
         super().__init__(model, optimizer)
         self._set(strength=strength, samples=samples)
         self.tasks = 0
-        found = find_layers(self.model, self._trained(), free=())
-        self._layers = {layer.name: layer for layer in found if layer.weight_and_bias}
-        self._anchor = {name: self._value(layer) for name, layer in self._layers.items()}
-        self._inputs = {name: (value.mT @ value).zero_() for name, value in self._anchor.items()}
-        self._outputs = {name: (value @ value.mT).zero_() for name, value in self._anchor.items()}
+        self._layers: dict[str, Layer] = {}
+        self._anchor: dict[str, Tensor] = {}
+        self._inputs: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
         self._bases: dict[str, tuple[Tensor, Basis]] = {}
+        self._adapt([])
+
+    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
+        """Add new layers, such as heads. Parameters that take the place of known ones are not protected."""
+        for layer in find_layers(self.model, self._trained(), free=()):
+            if layer.weight_and_bias and layer.name not in self._layers:
+                self._layers[layer.name] = layer
+                self._anchor[layer.name] = value = self._value(layer)
+                self._inputs[layer.name] = (value.mT @ value).zero_()
+                self._outputs[layer.name] = (value @ value.mT).zero_()
+        pulled = {parameter for layer in self._layers.values() for parameter in layer.weight_and_bias}
+        self._warn_of_unprotected([parameter for parameter in new if parameter not in pulled])
 
     def _value(self, layer: Layer) -> Tensor:
         """A copy of weight and bias as one matrix, `[groups, neurons, inputs]`."""
         parts = (p.detach().to(precise(p.dtype), copy=True) for p in layer.weight_and_bias)
         return Layout.of(layer.modules[0]).joined(*parts)
-
-    def _adapt(self, new: Sequence[nn.Parameter]) -> None:
-        self._warn_of_unprotected(new)
 
     # ---- a step ----
 
@@ -156,6 +164,7 @@ class KFAC(Method):
     # ---- the end of a task ----
 
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
+        self._notice_parameters()
         inputs, outputs, samples, positions = self._sums(batches, output_nodes(active))
         for name in self._layers:
             check_finite(name, outputs[name])

@@ -272,10 +272,10 @@ class Method(Optimizer):
     def _held_now(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _notice_parameters(self) -> None:
-        """Adapt if the optimizer holds other parameters than at the last step."""
+    def _notice_parameters(self, *, always: bool = False) -> None:
+        """Adapt if the optimizer holds other parameters than at the last step, or `always`."""
         held = self._held_now()
-        if len(held) != len(self._held) or any(map(operator.is_not, held, self._held)):
+        if always or len(held) != len(self._held) or any(map(operator.is_not, held, self._held)):
             known, self._held = set(self._held), held
             self._adapt([parameter for parameter in held if parameter not in known])
 
@@ -431,7 +431,7 @@ class Method(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer and the memory of the method, in the first parameter group."""
-        self._adapt([])
+        self._notice_parameters(always=True)
         state = self.wrapped.state_dict()
         first, *others = state["param_groups"]
         own = memory.state_of(self)
@@ -441,6 +441,7 @@ class Method(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state. If it does not fit, a ValueError is raised and nothing changes."""
+        self._notice_parameters(always=True)
         own, rest = self._split_state(state_dict)
         restored = memory.restored(self, own)
         self._check_nesting(own)

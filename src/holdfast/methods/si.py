@@ -156,7 +156,7 @@ class SI(Anchored):
 
     @torch.no_grad()
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
-        self._adapt([])
+        self._notice_parameters(always=True)
         if not self._path:
             raise ValueError("consolidate() came before any step(): SI measures importance during training")
         newest = {}
