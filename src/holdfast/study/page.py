@@ -220,7 +220,7 @@ def _line(entry: Entry, known: set[Fact]) -> Line:
     record = entry.record
     if record is None:
         return Line(entry, entry.state, [], None)
-    return Line(entry, entry.state, [fact for fact in _found(record) if fact not in known], _failure(record))
+    return Line(entry, entry.state, [fact for fact in _found(record) if fact not in known], record.reason)
 
 
 def _common(entries: Sequence[Entry]) -> list[Fact]:
@@ -255,14 +255,6 @@ def _shared(several: Sequence[list[Fact]]) -> list[Fact]:
     first, *others = several
     everywhere = set(first).intersection(*others)
     return [fact for fact in first if fact in everywhere]
-
-
-def _failure(record: Record) -> str | None:
-    if record.failure is None:
-        return None
-    task, step = record.failure.get("task"), record.failure.get("step")
-    where = f"in task {task + 1}, step {step}: " if isinstance(task, int) else ""
-    return f"{where}{record.failure.get('why', 'reason unknown')}"
 
 
 # ---- commands ----

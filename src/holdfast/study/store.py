@@ -15,14 +15,16 @@ Importing this module does not import torch, so listing a study is fast.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from holdfast import atomic
@@ -31,10 +33,28 @@ from holdfast.runs.plan import Plan
 from holdfast.runs.record import Record
 
 State = Literal["finished", "failed", "running", "interrupted", "waiting"]
+T = TypeVar("T")
 
 
 class StudyError(UserError):
     """An error in a study. Its message is one line: what is wrong, and what to do."""
+
+
+class UnreadableError(StudyError):
+    """A file or folder exists, and the operating system does not permit or manage to read it."""
+
+
+class DamagedError(StudyError):
+    """The content of a file is not what was written, or never was what it should be."""
+
+
+class _StoredRun(TypedDict):
+    """The schema of `run.json`."""
+
+    stream: str
+    plan: dict[str, Any]
+    tasks: int | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,8 @@ class Run:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], run_id: str) -> "Run":
         """The inverse of `as_dict`."""
-        return cls(**{**data, "plan": Plan(**data["plan"])}, id=run_id)
+        stored = msgspec.convert(data, _StoredRun)
+        return cls(stored["stream"], Plan(**stored["plan"]), stored["tasks"], stored["name"], run_id)
 
 
 def alike(value: Any) -> Any:
@@ -128,10 +149,26 @@ class Entry:
         return "interrupted" if (self.folder / "checkpoint.pt").exists() else "waiting"
 
     @cached_property
+    def summary(self) -> dict[str, float | None] | None:
+        """The metrics of the record, if the run is complete."""
+        return None if self.record is None else self.record.summary
+
+    @cached_property
     def neurons(self) -> dict[str, Any] | None:
         """Importance and drift of neurons, if recorded."""
-        path = self.folder / "neurons.json"
-        return read_json(path) if path.exists() else None
+        return _read_if_there(self.folder / "neurons.json")
+
+
+class LeftOut(NamedTuple):
+    """A run that cannot be read."""
+
+    folder: Path
+    state: Literal["damaged", "unreadable"]
+    reason: str
+
+    def __str__(self) -> str:
+        remedy = ", and can be deleted" if self.state == "damaged" else ""
+        return f"{self.folder} is left out{remedy}: {self.reason}"
 
 
 class Study:
@@ -146,7 +183,10 @@ class Study:
     def entry(self, run: Run) -> Entry:
         """Read the current state of a run."""
         folder = self.folder_of(run)
-        return Entry(run, folder, _record(folder))
+        try:
+            return Entry(run, folder, _record(folder))
+        except DamagedError as error:
+            raise StudyError(f"{error}: delete {folder} to run it again") from None
 
     def add(self, run: Run) -> Entry:
         """Create the folder of a run, or store its new name, and read its current state."""
@@ -166,45 +206,132 @@ class Study:
 
     @property
     def entries(self) -> list[Entry]:
-        """All runs, sorted by folder. Unreadable runs are left out with a warning."""
-        found = []
-        for path in sorted(self.folder.glob("runs/*/run.json")):
-            folder = path.parent
-            try:
-                run = Run.from_dict(read_json(path), folder.name)
-                found.append(Entry(run, folder, _record(folder)))
-            except (UserError, TypeError, ValueError, LookupError) as error:
-                warn(f"{folder} is left out, and can be deleted: {error}")
+        """All runs, sorted by folder. Runs that cannot be read are left out with a warning."""
+        found, left_out = self.scan()
+        for each in left_out:
+            warn(str(each))
         return found
+
+    def scan(self) -> tuple[list[Entry], list[LeftOut]]:
+        """Read all runs, sorted by folder: those that can be read, and the others with the reasons."""
+        found: list[Entry] = []
+        left_out: list[LeftOut] = []
+        for folder in files_in(self.folder / "runs"):
+            try:
+                entry = _entry(folder)
+            except DamagedError as error:
+                left_out.append(LeftOut(folder, "damaged", str(error)))
+            except UnreadableError as error:
+                left_out.append(LeftOut(folder, "unreadable", str(error)))
+            else:
+                found += [] if entry is None else [entry]
+        return found, left_out
+
+
+def _entry(folder: Path) -> Entry | None:
+    path = folder / "run.json"
+    data = _read_if_there(path)
+    if data is None:
+        return None
+    with parsing(path, "a run"):
+        run = Run.from_dict(data, folder.name)
+    return Entry(run, folder, _record(folder))
 
 
 def _record(folder: Path) -> Record | None:
     path = folder / "record.json"
-    if not path.exists():
+    data = _read_if_there(path)
+    if data is None:
         return None
-    data = read_json(path)
-    try:
-        record = Record.from_dict(data)
-        _ = record.summary, record.timeline, record.images_per_second
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise StudyError(f"{path} is not the record of a run ({error}): delete {folder} to run it again") from None
+    with parsing(path, "the record of a run"):
+        record = msgspec.convert(data, Record)
+        record.check()
+        if "summary" in data and not _agree(data["summary"], record.summary):
+            raise ValueError("its summary does not match its matrix")
     return record
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+def _agree(stored: Any, summary: Mapping[str, float | None] | None) -> bool:
+    """Whether the summary in a file is that of its matrix. Metrics may have been added since it was written."""
+    if stored is None or summary is None:
+        return stored is summary
+    known = msgspec.convert(stored, dict[str, float | None])
+    return known.keys() <= summary.keys() and all(_close(value, summary[name]) for name, value in known.items())
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one is other if one is None or other is None else math.isclose(one, other, abs_tol=1e-12)
+
+
+# ---- files ----
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files and folders in a folder, sorted by name; none if there is no such folder."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error}): delete {path.parent} to start over") from None
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableError(f"{folder} cannot be read ({error.strerror}): check its permissions") from None
+
+
+_SEAL = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. If it was written with a digest, a file that has changed since is refused."""
+    try:
+        text = path.read_text()
+        data = json.loads(text, parse_int=_integer)
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} cannot be read ({error})") from None
     if not isinstance(data, dict):
-        raise StudyError(f"{path} does not hold a JSON object: delete {path.parent} to start over")
+        raise DamagedError(f"{path} does not hold a JSON object")
+    if "digest" in data:
+        seal = _SEAL.match(text)
+        if seal is None or _digest("{" + text[seal.end() :]) != data.pop("digest"):
+            raise DamagedError(f"{path} has changed since it was written: its digest does not match")
     return data
 
 
+def _integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write data as JSON, all or nothing."""
-    atomic.write(path, json.dumps(data).encode())
+    """Write data as JSON, all or nothing. An object begins with the digest of the rest."""
+    text = json.dumps(data)
+    if isinstance(data, Mapping) and data:
+        text = f'{{"digest": "{_digest(text)}", {text[1:]}'
+    atomic.write(path, text.encode())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # the folder is unreadable, and so is the file
+        pass
+    return read_json(path)
+
+
+@contextmanager
+def parsing(path: Path, what: str) -> Iterator[None]:
+    """Name the file if its data are not those of `what`."""
+    try:
+        yield
+    except (msgspec.ValidationError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is not {what} ({error})") from None
 
 
 # ---- one process per run ----

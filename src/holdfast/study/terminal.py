@@ -91,11 +91,9 @@ class Bars:
 def _outcome(entry: Entry | None, reason: str) -> str:
     if entry is None or entry.record is None:
         return reason
-    record = entry.record
-    if record.failure is not None:
-        return f"failed in task {record.failure['task'] + 1}, step {record.failure['step']}: {record.failure['why']}"
-    assert record.summary is not None
-    return f"{percent(record.summary['final'] or 0, 1)}% in {sum(record.seconds.values()):.0f} s"
+    if entry.summary is None:
+        return f"failed {entry.record.reason}"
+    return f"{percent(entry.summary['final'] or 0, 1)}% in {sum(entry.record.seconds.values()):.0f} s"
 
 
 # ---- tables ----
