@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from victims import a_record, a_run, a_study
 
 from holdfast.streams import sources
 from test_sources import write_images
+from victims import a_record, a_run, a_study
 
 
 def flipped(content: bytes, bit: int) -> bytes:

@@ -110,7 +110,25 @@ def _numbers(comparison: Comparison, row: Row) -> Iterator[tuple[str, str | None
 def _csv(lines: Sequence[Mapping[str, Any]], columns: Iterable[str] = ()) -> str:
     text = io.StringIO()
     names = dict.fromkeys([*columns, *(name for line in lines for name in line)])
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([cell(name) for name in names])
+    writer.writerows([cell(line.get(name)) for name in names] for line in lines)
     return text.getvalue()
+
+
+def cell(value: Any) -> Any:
+    """A value of a CSV file. Text that a spreadsheet would evaluate as a formula is preceded by an apostrophe.
+
+    >>> cell("=1+1"), cell("-2.5"), cell(-2.5), cell("npc")
+    ("'=1+1", '-2.5', -2.5, 'npc')
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", " ")  # which the csv module does not quote
+    if not text.startswith(("=", "+", "-", "@", "\t")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

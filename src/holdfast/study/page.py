@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from holdfast import atomic
+from holdfast.errors import warn
 from holdfast.methods import BOUNDS
 from holdfast.runs.plan import default_plan
 from holdfast.runs.record import Record
@@ -24,7 +25,7 @@ from holdfast.study import exports, figures, paper, studyfile, sweep
 from holdfast.study.defaults import defaults_for
 from holdfast.study.figures import Drawing
 from holdfast.study.options import options
-from holdfast.study.store import Entry, Run, State, Study, default_name
+from holdfast.study.store import Entry, Run, State, Study, StudyError, default_name
 from holdfast.study.tables import Comparison, Row, compare, percent
 from holdfast.version import __version__
 
@@ -35,13 +36,20 @@ Fact = tuple[str, str]
 def write(study: Study) -> Path:
     """Write the page of a study, its figures and its tables.
 
+    Runs that cannot be read are left out with a warning, and then no figure is removed. If no run can be read, that is
+    an error, and nothing is written.
+
     Returns:
         The path of the page, `index.html`.
     """
-    entries = study.entries
+    entries, left_out = study.scan()
+    for each in left_out:
+        warn(str(each))
+    if left_out and not entries:
+        raise StudyError(f"no run of {study.folder} can be read; its page is left as it is")
     comparisons, searches = _drawn(entries), figures.draw_searches(sweep.read(study.folder))
     drawn = [drawing for _, drawings in comparisons for drawing in drawings]
-    figures.save([*drawn, *searches], study.folder / "figures")
+    figures.save([*drawn, *searches], study.inside(study.folder / "figures"), remove_stale=not left_out)
     exports.write(study.folder, entries)
     path = study.folder / "index.html"
     atomic.write(path, _page(study.folder.resolve().name, entries, comparisons, searches).encode(errors="replace"))

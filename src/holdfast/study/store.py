@@ -18,11 +18,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -33,7 +33,8 @@ from holdfast.runs.plan import Plan
 from holdfast.runs.record import Record
 
 State = Literal["finished", "failed", "running", "interrupted", "waiting"]
-T = TypeVar("T")
+_CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous", "checkpoint.damaged", "error.txt")
+"""Files of a run that are removed once it has ended."""
 
 
 class StudyError(UserError):
@@ -180,6 +181,12 @@ class Study:
     def folder_of(self, run: Run) -> Path:
         return self.folder / "runs" / run.id
 
+    def inside(self, folder: Path) -> Path:
+        """A folder of this study to write to. A link that leads out of the study is an error."""
+        if not folder.resolve().is_relative_to(self.folder.resolve()):
+            raise StudyError(f"{folder} is a link out of the study, to {folder.resolve()}: remove it")
+        return folder
+
     def entry(self, run: Run) -> Entry:
         """Read the current state of a run."""
         folder = self.folder_of(run)
@@ -190,7 +197,7 @@ class Study:
 
     def add(self, run: Run) -> Entry:
         """Create the folder of a run, or store its new name, and read its current state."""
-        path = self.folder_of(run) / "run.json"
+        path = self.inside(self.folder_of(run)) / "run.json"
         if not path.exists() or run.name != default_name(run.plan.method, run.plan.settings):
             write_json(path, run.as_dict())
         return self.entry(run)
@@ -201,8 +208,17 @@ class Study:
         if record.neurons is not None:
             write_json(folder / "neurons.json", record.neurons)
         write_json(folder / "record.json", dataclasses.replace(record, neurons=None).as_dict())
-        for name in ("checkpoint.pt", "checkpoint.previous", "error.txt"):
-            (folder / name).unlink(missing_ok=True)
+        _remove_checkpoints(folder)
+
+    def clean(self) -> None:
+        """Remove what killed processes have left: temporary files, and the checkpoints of ended runs."""
+        for folder in (self.folder, self.folder / "figures", self.folder / "sweeps", *files_in(self.folder / "runs")):
+            with suppress(OSError):  # read-only, or not there
+                atomic.clean(folder)
+                if (folder / "record.json").exists() and any((folder / name).exists() for name in _CHECKPOINTS):
+                    with claimed(folder) as ours:
+                        if ours:
+                            _remove_checkpoints(folder)
 
     @property
     def entries(self) -> list[Entry]:
@@ -226,6 +242,11 @@ class Study:
             else:
                 found += [] if entry is None else [entry]
         return found, left_out
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    for name in _CHECKPOINTS:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _entry(folder: Path) -> Entry | None:
@@ -358,5 +379,21 @@ def claimed(folder: Path) -> Iterator[bool]:
 def is_locked(folder: Path) -> bool:
     if not (folder / "lock").exists():
         return False
-    with claimed(folder) as free:
-        return not free
+    try:
+        with claimed(folder) as free:
+            return not free
+    except OSError:  # the study is read-only
+        return _is_held(folder / "lock")
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds a lock, tested without permission to write."""
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        with lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False

@@ -14,6 +14,7 @@ from holdfast.study.store import (
     DamagedError,
     Entry,
     Run,
+    Study,
     StudyError,
     default_name,
     files_in,
@@ -142,6 +143,7 @@ class Sweep:
         return replace(self, curve=curve)
 
     def save(self, folder: Path) -> Path:
+        Study(folder).inside(self.path(folder).parent)
         write_json(self.path(folder), self.as_dict())
         return self.path(folder)
 

@@ -65,7 +65,7 @@ def _draw(kinds: Iterable[Kind[T]], subject: T, file_name: str) -> list[Drawing]
 # ---- files ----
 
 
-def save(drawings: Iterable[Drawing], folder: Path) -> list[Path]:
+def save(drawings: Iterable[Drawing], folder: Path, *, remove_stale: bool = True) -> list[Path]:
     """Write drawings as PDF and PNG to a folder, and return the paths. Stale figures in the folder are removed."""
     paths = []
     for drawing in drawings:
@@ -74,7 +74,7 @@ def save(drawings: Iterable[Drawing], folder: Path) -> list[Path]:
             atomic.write(paths[-1], content)
     own = own_files()
     for path in set(folder.glob("*")) - set(paths):
-        if own.fullmatch(path.name):
+        if remove_stale and own.fullmatch(path.name):
             path.unlink()
     return paths
 
