@@ -513,8 +513,6 @@ def _carry_out(study: Study, runs: Sequence[Run], execution: "Execution", *, bes
             _conclude(study, [study.entry(run) for run in runs], beside_the_paper=beside_the_paper)
         raise
     _conclude(study, entries, beside_the_paper=beside_the_paper)
-    if all(entry.state == "failed" for entry in entries):
-        raise StudyError("every run failed: the reasons are above and on the page")
 
 
 def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[Entry]:
@@ -554,6 +552,8 @@ def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = Fa
             terminal.beside_the_paper(comparison, digits) if beside_the_paper else terminal.results(comparison)
         )
     _say(f"The page is {page.write(study)}")
+    if all(entry.state == "failed" for entry in entries):
+        raise StudyError("every run failed: the reasons are above and on the page")
 
 
 def main() -> None:

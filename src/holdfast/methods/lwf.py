@@ -4,7 +4,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,39 @@ from holdfast.methods.settings import NonNegative, Positive
 from holdfast.samples import device_of, output_nodes, select
 from holdfast.taps import CallTap
 
+Head: TypeAlias = list[int] | None
+"""The outputs of one head; None for all outputs of the model."""
+
 
 def distillation(new: Tensor, old: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(old / T) || softmax(new / T)), the mean over samples.
+    """T^2 KL(softmax(old / T) || softmax(new / T)), the mean over samples, and the sum over heads if there are several.
+
+    Args:
+        new: outputs `[samples, outputs]` or `[samples, outputs, heads]`.
+        old: the outputs to keep, in the same shape.
+        temperature: T.
 
     >>> distillation(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0]]), temperature=2.0)
     tensor(0.)
     """
     log_old, log_new = ((x.to(precise(x.dtype)) / temperature).log_softmax(1) for x in (old, new))
     return temperature**2 * nn.functional.kl_div(log_new, log_old, reduction="batchmean", log_target=True)
+
+
+def _by_size(heads: Iterable[Head]) -> list[list[Head]]:
+    """Groups of heads with equally many outputs. A head of None is all outputs of the model."""
+    groups: dict[int | None, list[Head]] = {}
+    for head in heads:
+        groups.setdefault(None if head is None else len(head), []).append(head)
+    return list(groups.values())
+
+
+def _stacked(outputs: Tensor, heads: Sequence[Head]) -> Tensor:
+    """The outputs of heads of equal size, `[samples, outputs, heads]`; of one head `[samples, outputs]`."""
+    if len(heads) == 1:
+        return select(outputs, heads[0])
+    nodes = [node for nth in zip(*(head or [] for head in heads), strict=True) for node in nth]
+    return select(outputs, nodes).reshape(len(outputs), -1, len(heads))
 
 
 class LwF(Method):
@@ -64,7 +88,7 @@ class LwF(Method):
         super().__init__(model, optimizer)
         self._set(weight=weight, temperature=temperature)
         self._old: nn.Module | None = None
-        self._heads: list[list[int] | None] = []
+        self._heads: list[Head] = []
         self._tap = CallTap(self.model)
         weakref.finalize(self, self._tap.close).atexit = False
 
@@ -99,8 +123,8 @@ class LwF(Method):
         new = call.output
         if isinstance(new, Tensor) and new.dim() != 2:
             raise ValueError(f"LwF needs a model that returns [samples, outputs], got {tuple(new.shape)}")
-        for head in self._heads:
-            total = total + distillation(select(new, head), select(old, head), self.temperature)
+        for heads in _by_size(self._heads):
+            total = total + distillation(_stacked(new, heads), _stacked(old, heads), self.temperature)
         return self.weight * total
 
     def _update(self) -> None:

@@ -122,7 +122,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
-        return dataclasses.asdict(self)
+        return {name: _plain(name, getattr(self, name)) for name in _hints()}
 
     @property
     def choices(self) -> dict[str, Any]:

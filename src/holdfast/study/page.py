@@ -47,10 +47,13 @@ def write(study: Study) -> Path:
         warn(str(each))
     if left_out and not entries:
         raise StudyError(f"no run of {study.folder} can be read; its page is left as it is")
-    comparisons, searches = _drawn(entries), figures.draw_searches(sweep.read(study.folder))
+    found, figure_folder = compare(entries), study.inside(study.folder / "figures")
+    sweeps = sweep.read(study.folder)
+    exports.write(study.folder, entries, found)  # before the figures, which need the memory
+    comparisons = [(comparison, figures.draw(comparison)) for comparison in found]
+    searches = figures.draw_searches(sweeps)
     drawn = [drawing for _, drawings in comparisons for drawing in drawings]
-    figures.save([*drawn, *searches], study.inside(study.folder / "figures"), remove_stale=not left_out)
-    exports.write(study.folder, entries)
+    figures.save([*drawn, *searches], figure_folder, remove_stale=not left_out)
     path = study.folder / "index.html"
     atomic.write(path, _page(study.folder.resolve().name, entries, comparisons, searches).encode(errors="replace"))
     return path
@@ -58,11 +61,7 @@ def write(study: Study) -> Path:
 
 def render(study_name: str, entries: Sequence[Entry]) -> str:
     """The page as text."""
-    return _page(study_name, entries, _drawn(entries), [])
-
-
-def _drawn(entries: Iterable[Entry]) -> list[tuple[Comparison, list[Drawing]]]:
-    return [(comparison, figures.draw(comparison)) for comparison in compare(entries)]
+    return _page(study_name, entries, [(comparison, figures.draw(comparison)) for comparison in compare(entries)], [])
 
 
 def _page(

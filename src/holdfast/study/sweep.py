@@ -254,7 +254,7 @@ def _run(stream: str, plan: Plan, over: str, value: float, seed: int, tasks: int
 
 
 def _tried(value: float, entries: Sequence[Entry]) -> Tried:
-    summaries = [entry.record.summary for entry in entries if entry.record is not None]
+    summaries = [entry.summary for entry in entries]
     finals = [s["final"] for s in summaries if s is not None and s["final"] is not None]
     complete = len(finals) == len(entries) and all(math.isfinite(final) for final in finals)
     return Tried(value, estimate(finals) if complete else None)
