@@ -209,9 +209,10 @@ def test_the_work_of_a_step_does_not_grow_with_the_number_of_heads() -> None:
         x = torch.randn(8, 4)
         for task in range(tasks):
             optimizer.consolidate([(x, torch.zeros(8, dtype=torch.long))], [2 * task, 2 * task + 1])
-        model(x)
-        with Operations() as counted:
-            optimizer.penalty()
+        for _ in range(2):  # the first time, indices are created
+            model(x)
+            with Operations() as counted:
+                optimizer.penalty()
         return counted.number
 
     assert operations(40) == operations(2)
