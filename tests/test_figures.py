@@ -548,3 +548,14 @@ def test_a_registered_kind_of_search_is_drawn_and_removed(tmp_path: Path, monkey
 def test_a_search_in_which_all_failed() -> None:
     (drawing,) = figures.draw_searches([sweep_of("ewc", {1.0: None, 10.0: None})])
     assert svg(drawing)
+
+
+def test_a_figure_shows_as_many_methods_as_there_are_styles(tmp_path: Path) -> None:
+    rows = [row(tmp_path, f"method {number}", [record(shift=number / 1000)]) for number in range(style.STYLES + 1)]
+    drawings = draw(Comparison("pets", TASKS, "test", rows))
+    assert drawings
+    for drawing in drawings:
+        assert drawing.caption.endswith(" Only the 132 best of 133 methods are shown.")
+    shown = [text.get_text() for text in drawings[0].figure.axes[0].texts]
+    assert style.shorten("method 131") in shown
+    assert style.shorten("method 132") not in shown

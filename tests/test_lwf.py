@@ -2,12 +2,14 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
 from helpers import assert_same_bits, mlp, parameters_of, train
@@ -172,3 +174,45 @@ def test_a_model_that_returns_no_tensor() -> None:
     model(torch.randn(2, 4))
     with pytest.raises(TypeError, match="must return a tensor of outputs, alone or as `logits`, got a dict"):
         optimizer.penalty()
+
+
+def test_heads_of_any_sizes_add_up() -> None:
+    """Heads of one size are computed together; their sum is that of each head alone."""
+    model = nn.Linear(4, 9)
+    optimizer = holdfast.LwF(model, torch.optim.SGD(model.parameters(), lr=0.1), weight=0.5, temperature=2.0)
+    heads = [[0, 1], [2, 3, 4], [6, 5], [7], None]
+    x = torch.randn(16, 4)
+    for head in heads:
+        optimizer.consolidate([(x, torch.zeros(16, dtype=torch.long))], head)
+    old = model(x).detach()
+    nn.init.normal_(model.weight)
+    new = model(x)
+    expected = 0.0
+    for head in heads:
+        log_p, log_q = ((y if head is None else y[:, head]).div(2).log_softmax(1) for y in (old, new))
+        expected += 0.5 * 4 * (log_p.exp() * (log_p - log_q)).sum(1).mean().item()
+    assert optimizer.penalty().item() == pytest.approx(expected, rel=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_work_of_a_step_does_not_grow_with_the_number_of_heads() -> None:
+    def operations(tasks: int) -> int:
+        model = nn.Linear(4, 2 * tasks)
+        optimizer = holdfast.LwF(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.randn(8, 4)
+        for task in range(tasks):
+            optimizer.consolidate([(x, torch.zeros(8, dtype=torch.long))], [2 * task, 2 * task + 1])
+        for _ in range(2):  # the first time, indices are created
+            model(x)
+            with Operations() as counted:
+                optimizer.penalty()
+        return counted.number
+
+    assert operations(40) == operations(2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from holdfast.errors import UserError, warn_in_one_line
+from holdfast.errors import UserError, describe, printable, warn, warn_in_one_line
 from holdfast.methods import METHODS
 from holdfast.runs.plan import Plan
 from holdfast.study import paper
@@ -357,7 +357,7 @@ def _searched(folder: Path, stream: str, methods: list[str]) -> dict[str, dict[s
 
     found = sweep.chosen(folder, stream, methods)
     for method, settings in found.items():
-        typer.echo(f"{default_name(method, settings)}: the best in {folder}")
+        _say(f"{default_name(method, settings)}: the best in {folder}")
     return found
 
 
@@ -445,12 +445,12 @@ def sweep(
         finer=FINER if finer else (),
     ).with_earlier(study.folder)
     path = found.save(study.folder)
-    typer.echo(f"{found.common.name} on {stream}: average accuracy on validation images, %")
+    _say(f"{found.common.name} on {stream}: average accuracy on validation images, %")
     Console().print(terminal.search(found))
     if found.at_the_edge:
-        typer.echo(f"The best value is at the edge of the search; extend the range with --values. Saved in {path}")
+        _say(f"The best value is at the edge of the search; extend the range with --values. Saved in {path}")
     else:
-        typer.echo(f"Saved in {path}")
+        _say(f"Saved in {path}")
 
 
 def _number(text: str) -> float:
@@ -468,7 +468,9 @@ def report(folder: Folder) -> None:
     """
     from holdfast.study import page
 
-    typer.echo(f"The page is {page.write(_existing(folder))}")
+    study = _existing(folder)
+    study.clean()
+    _say(f"The page is {page.write(study)}")
 
 
 @app.command("list")
@@ -477,13 +479,16 @@ def list_runs(folder: Folder) -> None:
 
     Example: `holdfast list studies/demo`
     """
-    from rich.console import Console
-
     from holdfast.study import terminal
 
-    entries = _existing(folder).entries
-    Console().print(terminal.runs(entries))
-    typer.echo(terminal.counts(entries))
+    entries, left_out = _existing(folder).scan()
+    typer.echo(terminal.runs(entries, left_out))
+    for each in left_out:
+        warn(str(each))
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    typer.echo(printable(text), err=err)
 
 
 def _study(out: Path | None, name: str) -> Study:
@@ -520,16 +525,17 @@ def _execute(study: Study, runs: Sequence[Run], execution: "Execution") -> list[
 
     if execution.tensorboard:
         require_tensorboard()
+    study.clean()
     left = [run for run in runs if study.entry(run).record is None]
     if len(left) < len(runs):
-        typer.echo(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
+        _say(f"{len(runs) - len(left)} of {len(runs)} runs are finished already, in {study.folder}")
     if not left:
         return [study.add(run) for run in runs]
     try:
         with Bars(Console(), len(left)) as bars:
             return run_all(study, runs, LocalExecutor(study, execution), bars)
     except KeyboardInterrupt as interruption:
-        typer.echo(f"holdfast: {str(interruption) or 'interrupted; run the same command again to resume'}", err=True)
+        _say(f"holdfast: {str(interruption) or 'interrupted; run the same command again to resume'}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -545,7 +551,9 @@ def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = Fa
         console.print(
             terminal.beside_the_paper(comparison, digits) if beside_the_paper else terminal.results(comparison)
         )
-    typer.echo(f"The page is {page.write(study)}")
+    _say(f"The page is {page.write(study)}")
+    if all(entry.state == "failed" for entry in entries):
+        raise StudyError("every run failed: the reasons are above and on the page")
 
 
 def main() -> None:
@@ -554,14 +562,13 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        location = f"{error.filename}: " if error.filename else ""
-        _fail(f"{location}{error.strerror or error}; check its permissions and the space left on the disk")
+        _fail(describe(error))
     except (UserError, ValueError) as error:
         _fail(str(error))
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"holdfast: {message}", file=sys.stderr)
+    print(printable(f"holdfast: {message}"), file=sys.stderr)
     sys.exit(1)
 
 

@@ -24,6 +24,27 @@ def alternatives(name: str, known: Iterable[str]) -> str:
     return (", ".join(known) or "none") + (f": did you mean {near}?" if near else "")
 
 
+def describe(error: OSError) -> str:
+    """An error of the operating system in one line, with its file.
+
+    >>> describe(OSError(28, "No space left on device", "runs/npc/record.json"))
+    'runs/npc/record.json: No space left on device; check its permissions and the space left on the disk'
+    """
+    location = f"{error.filename}: " if error.filename else ""
+    return f"{location}{error.strerror or error}; check its permissions and the space left on the disk"
+
+
+def printable(text: str) -> str:
+    r"""Text for a line of a terminal: control characters, which could move the cursor or hide text, are escaped.
+
+    >>> printable("npc\n\x1b[2J")
+    'npc\\n\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def warn(message: str) -> None:
     """Warn at the innermost line of code that belongs neither to Holdfast nor to torch.
 
@@ -47,4 +68,4 @@ def _is_internal(filename: str) -> bool:
 
 def warn_in_one_line() -> None:
     """Print the warnings of this process as single lines, like the errors of the command."""
-    warnings.showwarning = lambda message, *_: print(f"holdfast: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(printable(f"holdfast: {message}"), file=sys.stderr)

@@ -4,7 +4,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from holdfast.methods.method import Commit, Coverage, Method
 from holdfast.methods.settings import NonNegative, Positive
 from holdfast.samples import Batch, device_of, logits_of, output_nodes, select
 from holdfast.taps import CallTap
+
+Head: TypeAlias = list[int] | None
+"""The outputs of one head; None for all outputs of the model."""
 
 
 def distillation(new: Tensor, old: Tensor, temperature: float, attended: Tensor | None = None) -> Tensor:
@@ -30,6 +33,31 @@ def distillation(new: Tensor, old: Tensor, temperature: float, attended: Tensor 
     terms = nn.functional.kl_div(log_new, log_old, reduction="none", log_target=True).sum(-1)
     weights = torch.ones_like(terms) if attended is None else attended.to(terms)
     return temperature**2 * (weights * terms).sum() / weights.sum().clamp(min=1)
+
+
+def _by_size(heads: Iterable[Head]) -> list[list[Head]]:
+    """Groups of heads with equally many outputs. A head of None is all outputs of the model."""
+    groups: dict[int | None, list[Head]] = {}
+    for head in heads:
+        groups.setdefault(None if head is None else len(head), []).append(head)
+    return list(groups.values())
+
+
+def distillation_of_heads(
+    new: Tensor, old: Tensor, heads: Sequence[Head], temperature: float, attended: Tensor | None
+) -> Tensor:
+    """The sum of `distillation` over heads of equal size, computed at once."""
+    if len(heads) == 1:
+        return distillation(select(new, heads[0]), select(old, heads[0]), temperature, attended)
+    nodes = [node for head in heads for node in head or []]
+    ours, theirs = (_heads_as_samples(select(outputs, nodes), len(heads)) for outputs in (new, old))
+    repeated = None if attended is None else attended.repeat(len(heads), 1)
+    return len(heads) * distillation(ours, theirs, temperature, repeated)
+
+
+def _heads_as_samples(outputs: Tensor, heads: int) -> Tensor:
+    """Lay the outputs of several heads one behind the other, along the axis of samples."""
+    return outputs.reshape(*outputs.shape[:-1], heads, -1).movedim(-2, 0).flatten(0, 1)
 
 
 class LwF(Method):
@@ -69,7 +97,7 @@ class LwF(Method):
         super().__init__(model, optimizer)
         self._set(weight=weight, temperature=temperature)
         self._old: nn.Module | None = None
-        self._heads: list[list[int] | None] = []
+        self._heads: list[Head] = []
         self._tap = CallTap(self.model)
         self._coverage = Coverage(self.model)
         for taps in (self._tap, self._coverage):
@@ -111,8 +139,8 @@ class LwF(Method):
                 f"{tuple(new.shape)}"
             )
         attended = Batch(call.args, call.kwargs, labels=None).attended
-        for head in self._heads:
-            total = total + distillation(select(new, head), select(old, head), self.temperature, attended)
+        for heads in _by_size(self._heads):
+            total = total + distillation_of_heads(new, old, heads, self.temperature, attended)
         return self.weight * total
 
     def zero_grad(self, set_to_none: bool = True) -> None:

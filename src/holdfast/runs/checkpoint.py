@@ -29,7 +29,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     content = payload.getvalue()
     try:
         whole = _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
-        atomic.write(path, whole, scratch=path.with_suffix(".writing"), keep=previous(path))
+        atomic.write(path, whole, keep=previous(path))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder; the "
@@ -45,8 +45,10 @@ def load(path: Path) -> dict[str, Any] | None:
     """The newest intact checkpoint, or None if there is no checkpoint at all.
 
     A damaged checkpoint is named in a warning. If none is intact, that is an error: only the user can decide to start
-    over.
+    over. What a killed process has left of a checkpoint is removed.
     """
+    if path.parent.is_dir():
+        atomic.clean(path.parent)
     damaged = []
     for candidate in (path, previous(path)):
         if not candidate.exists():

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 
 Matrix = Sequence[Sequence[float]]
@@ -22,7 +22,7 @@ class Summary:
     forward: float | None
 
     def as_dict(self) -> dict[str, float | None]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def final_average(matrix: Matrix) -> float:
@@ -40,7 +40,7 @@ def average_over_time(matrix: Matrix) -> float:
     >>> average_over_time([[0.9, 0.5], [0.7, 0.8]])  # (0.9 + 0.75) / 2
     0.825
     """
-    return fmean(fmean(row[: i + 1]) for i, row in enumerate(matrix))
+    return fmean([fmean(row[: i + 1]) for i, row in enumerate(matrix)])
 
 
 def learned(matrix: Matrix) -> float:
@@ -49,7 +49,7 @@ def learned(matrix: Matrix) -> float:
     >>> round(learned([[0.9, 0.5], [0.7, 0.8]]), 3)
     0.85
     """
-    return fmean(row[i] for i, row in enumerate(matrix))
+    return fmean([row[i] for i, row in enumerate(matrix)])
 
 
 def forgetting(matrix: Matrix) -> float | None:
@@ -61,7 +61,7 @@ def forgetting(matrix: Matrix) -> float | None:
     if len(matrix) < 2:
         return None
     *earlier, last = matrix
-    return fmean(max(row[j] for row in earlier[j:]) - last[j] for j in range(len(last) - 1))
+    return fmean([max([row[j] for row in earlier[j:]]) - last[j] for j in range(len(last) - 1)])
 
 
 def backward_transfer(matrix: Matrix) -> float | None:
@@ -72,7 +72,7 @@ def backward_transfer(matrix: Matrix) -> float | None:
     """
     if len(matrix) < 2:
         return None
-    return fmean(matrix[-1][j] - matrix[j][j] for j in range(len(matrix) - 1))
+    return fmean([matrix[-1][j] - matrix[j][j] for j in range(len(matrix) - 1)])
 
 
 def forward_transfer(matrix: Matrix, untrained: Sequence[float]) -> float | None:
@@ -83,7 +83,7 @@ def forward_transfer(matrix: Matrix, untrained: Sequence[float]) -> float | None
     """
     if len(matrix) < 2:
         return None
-    return fmean(matrix[j - 1][j] - untrained[j] for j in range(1, len(matrix)))
+    return fmean([matrix[j - 1][j] - untrained[j] for j in range(1, len(matrix))])
 
 
 def summarize(matrix: Matrix, untrained: Sequence[float]) -> Summary:

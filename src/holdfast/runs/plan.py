@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.streams.tasks import Stream, Task
 
 _STAGES = 10  # of the learning rate in a task, if it falls
+_DEPTH = 4  # of nested settings
 Natural = Annotated[int, Range(least=1)]
 Seed = Annotated[int, Range(least=0)]
 
@@ -94,13 +95,13 @@ class Plan:
     deterministic: bool = field(default=False, metadata=_option("Bitwise reproducible, also on a GPU."))
 
     def __post_init__(self) -> None:
-        parts_of(self.method)
-        if self.model not in MODELS:
-            raise ValueError(f"unknown model {self.model!r}; available: {', '.join(MODELS)}")
         if not isinstance(self.settings, Mapping):
             raise ValueError(f"settings must be names and values, got {self.settings!r}")
         for name, hint in _hints().items():
             object.__setattr__(self, name, _checked(name, _plain(name, getattr(self, name)), hint))
+        parts_of(self.method)
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}; available: {', '.join(MODELS)}")
         for name in self.settings:  # a training loop provides these two: see `holdfast.methods.method.Needs`
             if (setting := name.rpartition(".")[2]) in ("free", "example"):
                 raise ValueError(f"{setting} is not a setting of a plan: a run provides it itself")
@@ -121,7 +122,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""
-        return dataclasses.asdict(self)
+        return {name: _plain(name, getattr(self, name)) for name in _hints()}
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -154,6 +155,8 @@ def _hints() -> dict[str, Any]:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """A value of a field, if it is of the declared type and in the declared range."""
+    if hint is str and not isinstance(value, str):
+        raise ValueError(f"{name} must be a name, got {value!r}")
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}; got {value!r}")
     if hint is bool and not isinstance(value, bool):
@@ -177,12 +180,14 @@ def _whole(name: str, value: Any, limits: Range) -> int:
     return value
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
     """`value` as plain data for JSON. Numbers of NumPy and torch become Python's."""
+    if depth > _DEPTH:
+        raise ValueError(f"{name} must be plain data of at most {_DEPTH} levels")
     if isinstance(value, Mapping):
-        return {str(key): _plain(f"{name}: {key}", inner) for key, inner in value.items()}
+        return {str(key): _plain(f"{name}: {key}", inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(name, inner) for inner in value]
+        return [_plain(name, inner, depth + 1) for inner in value]
     if hasattr(value, "item"):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):

@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.errors import warn
 from holdfast.streams.published import (
     CIFAR100,
     MNIST,
@@ -375,22 +376,51 @@ def _split(listing: Listing) -> tuple[Listing, Listing]:
 
 
 def _decoded_once(root: Path, parts: Sequence[Sequence[Path]], size: int) -> list[Bytes]:
-    """Decode images once; later calls read the cache. A read-only cache is ignored."""
+    """Decode images once; later calls read the cache. A read-only cache is ignored, a damaged one is replaced."""
     folder = user_cache() / "folders" / _key(root, parts, size)
     files = [folder / "train.npy", folder / "test.npy"]
-    with suppress(OSError, ValueError, EOFError):
-        arrays = [np.load(file, allow_pickle=False) for file in files]
-        if all(_is_cache_of(paths, size, array) for paths, array in zip(parts, arrays, strict=True)):
-            return arrays
+    try:
+        return [_read_cache(file, (len(paths), size, size)) for file, paths in zip(files, parts, strict=True)]
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        warn(f"the cache {folder} cannot be used ({error}); the images of {root} are decoded again")
     arrays = _decode_parts(parts, size)
     with suppress(OSError), staged_for(folder) as staged:
         for file, array in zip(files, arrays, strict=True):
-            np.save(staged / file.name, array, allow_pickle=False)
+            _write_cache(staged / file.name, array)
     return arrays
 
 
-def _is_cache_of(paths: Sequence[Path], size: int, array: Bytes) -> bool:
-    return array.dtype == np.uint8 and array.shape[:-1] == (len(paths), size, size)
+def _write_cache(path: Path, array: Bytes) -> None:
+    """Write an array in NumPy's format, followed by the SHA-256 digest of all that precedes."""
+    with path.open("w+b") as file:
+        np.save(file, array, allow_pickle=False)
+        size = file.tell()
+        file.seek(0)
+        file.write(_digest(file, size))
+
+
+def _read_cache(path: Path, shape: tuple[int, ...]) -> Bytes:
+    """Read an array. A file that has changed since it was written is a ValueError."""
+    with path.open("rb") as file:
+        size = max(0, path.stat().st_size - hashlib.sha256().digest_size)
+        if _digest(file, size) != file.read():
+            raise ValueError(f"{path.name} has changed since it was written")
+        file.seek(0)
+        array: Bytes = np.load(file, allow_pickle=False)
+    if array.dtype != np.uint8 or array.shape[:-1] != shape:
+        raise ValueError(f"{path.name} has {array.dtype} {array.shape}")
+    return array
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """The SHA-256 digest of the next `size` bytes."""
+    digest = hashlib.sha256()
+    while size > 0 and (chunk := file.read(min(size, 2**20))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.digest()
 
 
 def _key(root: Path, parts: Sequence[Sequence[Path]], size: int) -> str:

@@ -20,17 +20,21 @@ TABLE = ("stream", "tasks", "evaluate_on", "method", "quantity", "task", "mean",
 """The columns of `table.csv`."""
 
 
-def write(folder: Path, entries: Sequence[Entry]) -> list[Path]:
-    """Write `runs.csv`, `runs.jsonl` and `table.csv` to `folder`."""
-    lines = [run_line(entry) for entry in entries]
-    contents = {
-        "runs.csv": _csv([flat(line) for line in lines]),
-        "runs.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines),
-        "table.csv": _csv(table_lines(compare(entries)), TABLE),
-    }
-    for name, content in contents.items():
+_OF_RECORD = ("device", "versions", "seconds", "images_per_second", "peak_bytes", "memory", "failure")
+
+
+def write(folder: Path, entries: Sequence[Entry], comparisons: Iterable[Comparison] | None = None) -> list[Path]:
+    """Write `runs.csv`, `runs.jsonl` and `table.csv` to `folder`. Comparisons are made of the entries by default."""
+
+    def save(name: str, content: str) -> Path:
         atomic.write(folder / name, content.encode(errors="replace"))
-    return [folder / name for name in contents]
+        return folder / name
+
+    return [
+        save("runs.csv", _csv([flat(run_line(entry)) for entry in entries])),
+        save("runs.jsonl", "".join(f"{json.dumps(run_line(entry))}\n" for entry in entries)),
+        save("table.csv", _csv(table_lines(compare(entries) if comparisons is None else comparisons), TABLE)),
+    ]
 
 
 def run_line(entry: Entry) -> dict[str, Any]:
@@ -48,21 +52,14 @@ def run_line(entry: Entry) -> dict[str, Any]:
         "plan": plan,
         "settings": settings,
     }
-    ended = (
-        "summary",
-        "accuracy",
-        "device",
-        "versions",
-        "seconds",
-        "images_per_second",
-        "peak_bytes",
-        "memory",
-        "failure",
-    )
     if record is None:
-        return line | dict.fromkeys(ended)
-    outcome = record.as_dict() | {"accuracy": record.matrix[-1] if record.matrix else None}
-    return line | {"settings": record.settings} | {name: outcome[name] for name in ended}
+        return line | dict.fromkeys(("summary", "accuracy", *_OF_RECORD))
+    return line | {
+        "settings": record.settings,
+        "summary": entry.summary,
+        "accuracy": record.matrix[-1] if record.matrix else None,
+        **{name: getattr(record, name) for name in _OF_RECORD},
+    }
 
 
 def flat(line: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -110,7 +107,25 @@ def _numbers(comparison: Comparison, row: Row) -> Iterator[tuple[str, str | None
 def _csv(lines: Sequence[Mapping[str, Any]], columns: Iterable[str] = ()) -> str:
     text = io.StringIO()
     names = dict.fromkeys([*columns, *(name for line in lines for name in line)])
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([cell(name) for name in names])
+    writer.writerows([cell(line.get(name)) for name in names] for line in lines)
     return text.getvalue()
+
+
+def cell(value: Any) -> Any:
+    """A value of a CSV file. Text that a spreadsheet would evaluate as a formula is preceded by an apostrophe.
+
+    >>> cell("=1+1"), cell("-2.5"), cell(-2.5), cell("npc")
+    ("'=1+1", '-2.5', -2.5, 'npc')
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", " ")  # which the csv module does not quote
+    if not text.startswith(("=", "+", "-", "@", "\t")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from holdfast import atomic
+from holdfast.errors import warn
 from holdfast.methods import BOUNDS
 from holdfast.runs.plan import default_plan
 from holdfast.runs.record import Record
@@ -24,7 +25,7 @@ from holdfast.study import exports, figures, paper, studyfile, sweep
 from holdfast.study.defaults import defaults_for
 from holdfast.study.figures import Drawing
 from holdfast.study.options import options
-from holdfast.study.store import Entry, Run, State, Study, default_name
+from holdfast.study.store import Entry, Run, State, Study, StudyError, default_name
 from holdfast.study.tables import Comparison, Row, compare, percent
 from holdfast.version import __version__
 
@@ -35,14 +36,24 @@ Fact = tuple[str, str]
 def write(study: Study) -> Path:
     """Write the page of a study, its figures and its tables.
 
+    Runs that cannot be read are left out with a warning, and then no figure is removed. If no run can be read, that is
+    an error, and nothing is written.
+
     Returns:
         The path of the page, `index.html`.
     """
-    entries = study.entries
-    comparisons, searches = _drawn(entries), figures.draw_searches(sweep.read(study.folder))
+    entries, left_out = study.scan()
+    for each in left_out:
+        warn(str(each))
+    if left_out and not entries:
+        raise StudyError(f"no run of {study.folder} can be read; its page is left as it is")
+    found, figure_folder = compare(entries), study.inside(study.folder / "figures")
+    sweeps = sweep.read(study.folder)
+    exports.write(study.folder, entries, found)  # before the figures, which need the memory
+    comparisons = [(comparison, figures.draw(comparison)) for comparison in found]
+    searches = figures.draw_searches(sweeps)
     drawn = [drawing for _, drawings in comparisons for drawing in drawings]
-    figures.save([*drawn, *searches], study.folder / "figures")
-    exports.write(study.folder, entries)
+    figures.save([*drawn, *searches], figure_folder, remove_stale=not left_out)
     path = study.folder / "index.html"
     atomic.write(path, _page(study.folder.resolve().name, entries, comparisons, searches).encode(errors="replace"))
     return path
@@ -50,11 +61,7 @@ def write(study: Study) -> Path:
 
 def render(study_name: str, entries: Sequence[Entry]) -> str:
     """The page as text."""
-    return _page(study_name, entries, _drawn(entries), [])
-
-
-def _drawn(entries: Iterable[Entry]) -> list[tuple[Comparison, list[Drawing]]]:
-    return [(comparison, figures.draw(comparison)) for comparison in compare(entries)]
+    return _page(study_name, entries, [(comparison, figures.draw(comparison)) for comparison in compare(entries)], [])
 
 
 def _page(
@@ -220,7 +227,7 @@ def _line(entry: Entry, known: set[Fact]) -> Line:
     record = entry.record
     if record is None:
         return Line(entry, entry.state, [], None)
-    return Line(entry, entry.state, [fact for fact in _found(record) if fact not in known], _failure(record))
+    return Line(entry, entry.state, [fact for fact in _found(record) if fact not in known], record.reason)
 
 
 def _common(entries: Sequence[Entry]) -> list[Fact]:
@@ -255,14 +262,6 @@ def _shared(several: Sequence[list[Fact]]) -> list[Fact]:
     first, *others = several
     everywhere = set(first).intersection(*others)
     return [fact for fact in first if fact in everywhere]
-
-
-def _failure(record: Record) -> str | None:
-    if record.failure is None:
-        return None
-    task, step = record.failure.get("task"), record.failure.get("step")
-    where = f"in task {task + 1}, step {step}: " if isinstance(task, int) else ""
-    return f"{where}{record.failure.get('why', 'reason unknown')}"
 
 
 # ---- commands ----

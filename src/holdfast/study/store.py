@@ -13,16 +13,19 @@ Importing this module does not import torch, so listing a study is fast.
 """
 
 import dataclasses
+import gc
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypedDict
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from holdfast import atomic
@@ -31,10 +34,29 @@ from holdfast.runs.plan import Plan
 from holdfast.runs.record import Record
 
 State = Literal["finished", "failed", "running", "interrupted", "waiting"]
+_CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous", "checkpoint.damaged", "error.txt")
+"""Files of a run that are removed once it has ended."""
 
 
 class StudyError(UserError):
     """An error in a study. Its message is one line: what is wrong, and what to do."""
+
+
+class UnreadableError(StudyError):
+    """A file or folder exists, and the operating system does not permit or manage to read it."""
+
+
+class DamagedError(StudyError):
+    """The content of a file is not what was written, or never was what it should be."""
+
+
+class _StoredRun(TypedDict):
+    """The schema of `run.json`."""
+
+    stream: str
+    plan: dict[str, Any]
+    tasks: int | None
+    name: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,8 @@ class Run:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], run_id: str) -> "Run":
         """The inverse of `as_dict`."""
-        return cls(**{**data, "plan": Plan(**data["plan"])}, id=run_id)
+        stored = msgspec.convert(data, _StoredRun)
+        return cls(stored["stream"], Plan(**stored["plan"]), stored["tasks"], stored["name"], run_id)
 
 
 def alike(value: Any) -> Any:
@@ -128,10 +151,26 @@ class Entry:
         return "interrupted" if (self.folder / "checkpoint.pt").exists() else "waiting"
 
     @cached_property
+    def summary(self) -> dict[str, float | None] | None:
+        """The metrics of the record, if the run is complete."""
+        return None if self.record is None else self.record.summary
+
+    @cached_property
     def neurons(self) -> dict[str, Any] | None:
         """Importance and drift of neurons, if recorded."""
-        path = self.folder / "neurons.json"
-        return read_json(path) if path.exists() else None
+        return _read_if_there(self.folder / "neurons.json")
+
+
+class LeftOut(NamedTuple):
+    """A run that cannot be read."""
+
+    folder: Path
+    state: Literal["damaged", "unreadable"]
+    reason: str
+
+    def __str__(self) -> str:
+        remedy = ", and can be deleted" if self.state == "damaged" else ""
+        return f"{self.folder} is left out{remedy}: {self.reason}"
 
 
 class Study:
@@ -143,14 +182,23 @@ class Study:
     def folder_of(self, run: Run) -> Path:
         return self.folder / "runs" / run.id
 
+    def inside(self, folder: Path) -> Path:
+        """A folder of this study to write to. A link that leads out of the study is an error."""
+        if not folder.resolve().is_relative_to(self.folder.resolve()):
+            raise StudyError(f"{folder} is a link out of the study, to {folder.resolve()}: remove it")
+        return folder
+
     def entry(self, run: Run) -> Entry:
         """Read the current state of a run."""
         folder = self.folder_of(run)
-        return Entry(run, folder, _record(folder))
+        try:
+            return _with_record(run, folder)
+        except DamagedError as error:
+            raise StudyError(f"{error}: delete {folder} to run it again") from None
 
     def add(self, run: Run) -> Entry:
         """Create the folder of a run, or store its new name, and read its current state."""
-        path = self.folder_of(run) / "run.json"
+        path = self.inside(self.folder_of(run)) / "run.json"
         if not path.exists() or run.name != default_name(run.plan.method, run.plan.settings):
             write_json(path, run.as_dict())
         return self.entry(run)
@@ -161,50 +209,176 @@ class Study:
         if record.neurons is not None:
             write_json(folder / "neurons.json", record.neurons)
         write_json(folder / "record.json", dataclasses.replace(record, neurons=None).as_dict())
-        for name in ("checkpoint.pt", "checkpoint.previous", "error.txt"):
-            (folder / name).unlink(missing_ok=True)
+        _remove_checkpoints(folder)
+
+    def clean(self) -> None:
+        """Remove what killed processes have left: temporary files, and the checkpoints of ended runs."""
+        for folder in (self.folder, self.folder / "figures", self.folder / "sweeps", *files_in(self.folder / "runs")):
+            with suppress(OSError):  # read-only, or not there
+                atomic.clean(folder)
+                if (folder / "record.json").exists() and any((folder / name).exists() for name in _CHECKPOINTS):
+                    with claimed(folder) as ours:
+                        if ours:
+                            _remove_checkpoints(folder)
 
     @property
     def entries(self) -> list[Entry]:
-        """All runs, sorted by folder. Unreadable runs are left out with a warning."""
-        found = []
-        for path in sorted(self.folder.glob("runs/*/run.json")):
-            folder = path.parent
-            try:
-                run = Run.from_dict(read_json(path), folder.name)
-                found.append(Entry(run, folder, _record(folder)))
-            except (UserError, TypeError, ValueError, LookupError) as error:
-                warn(f"{folder} is left out, and can be deleted: {error}")
+        """All runs, sorted by folder. Runs that cannot be read are left out with a warning."""
+        found, left_out = self.scan()
+        for each in left_out:
+            warn(str(each))
         return found
 
+    def scan(self) -> tuple[list[Entry], list[LeftOut]]:
+        """Read all runs, sorted by folder: those that can be read, and the others with the reasons."""
+        found: list[Entry] = []
+        left_out: list[LeftOut] = []
+        with _collection_paused():
+            for folder in files_in(self.folder / "runs"):
+                try:
+                    entry = _entry(folder)
+                except DamagedError as error:
+                    left_out.append(LeftOut(folder, "damaged", str(error)))
+                except UnreadableError as error:
+                    left_out.append(LeftOut(folder, "unreadable", str(error)))
+                else:
+                    found += [] if entry is None else [entry]
+        return found, left_out
 
-def _record(folder: Path) -> Record | None:
-    path = folder / "record.json"
-    if not path.exists():
-        return None
-    data = read_json(path)
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would traverse everything read so far again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
-        record = Record.from_dict(data)
-        _ = record.summary, record.timeline, record.images_per_second
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise StudyError(f"{path} is not the record of a run ({error}): delete {folder} to run it again") from None
-    return record
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    for name in _CHECKPOINTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _entry(folder: Path) -> Entry | None:
+    path = folder / "run.json"
+    data = _read_if_there(path)
+    if data is None:
+        return None
+    with parsing(path, "a run"):
+        run = Run.from_dict(data, folder.name)
+    return _with_record(run, folder)
+
+
+def _with_record(run: Run, folder: Path) -> Entry:
+    path = folder / "record.json"
+    data = _read_if_there(path)
+    if data is None:
+        return Entry(run, folder, None)
+    with parsing(path, "the record of a run"):
+        record = msgspec.convert(data, Record)
+        record.check()
+        entry = Entry(run, folder, record)
+        if "summary" in data and not _agree(data["summary"], entry.summary):
+            raise ValueError("its summary does not match its matrix")
+    return entry
+
+
+def _agree(stored: Any, summary: Mapping[str, float | None] | None) -> bool:
+    """Whether the summary in a file is that of its matrix. Metrics may have been added since it was written."""
+    if stored is None or summary is None:
+        return stored is summary
+    known = msgspec.convert(stored, dict[str, float | None])
+    return known.keys() <= summary.keys() and all(_close(value, summary[name]) for name, value in known.items())
+
+
+def _close(one: float | None, other: float | None) -> bool:
+    return one is other if one is None or other is None else math.isclose(one, other, abs_tol=1e-12)
+
+
+# ---- files ----
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files and folders in a folder, sorted by name; none if there is no such folder."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableError(f"{folder} cannot be read ({error.strerror}): check its permissions") from None
+
+
+_SEAL = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
+
+
+_LONG = re.compile(r"\d{21}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON object. If it was written with a digest, a file that has changed since is refused."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StudyError(f"{path} cannot be read ({error}): delete {path.parent} to start over") from None
+        text = path.read_text()
+        data = _parsed(text)
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror or error}): check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} cannot be read ({error})") from None
     if not isinstance(data, dict):
-        raise StudyError(f"{path} does not hold a JSON object: delete {path.parent} to start over")
+        raise DamagedError(f"{path} does not hold a JSON object")
+    if "digest" in data:
+        seal = _SEAL.match(text)
+        if seal is None or _digest("{" + text[seal.end() :]) != data.pop("digest"):
+            raise DamagedError(f"{path} has changed since it was written: its digest does not match")
     return data
 
 
+def _parsed(text: str) -> Any:
+    """Parse JSON: fast, with shared memory for equal keys, or with the infinities and NaN that Python writes."""
+    if _LONG.search(text) is None:
+        with suppress(msgspec.DecodeError, RecursionError):
+            return msgspec.json.decode(text)
+    return json.loads(text, parse_int=_integer)
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write data as JSON, all or nothing."""
-    atomic.write(path, json.dumps(data).encode())
+    """Write data as JSON, all or nothing. An object begins with the digest of the rest."""
+    text = json.dumps(data)
+    if isinstance(data, Mapping) and data:
+        text = f'{{"digest": "{_digest(text)}", {text[1:]}'
+    atomic.write(path, text.encode())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # the folder is unreadable, and so is the file
+        pass
+    return read_json(path)
+
+
+@contextmanager
+def parsing(path: Path, what: str) -> Iterator[None]:
+    """Name the file if its data are not those of `what`."""
+    try:
+        yield
+    except (msgspec.ValidationError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is not {what} ({error})") from None
 
 
 # ---- one process per run ----
@@ -231,5 +405,21 @@ def claimed(folder: Path) -> Iterator[bool]:
 def is_locked(folder: Path) -> bool:
     if not (folder / "lock").exists():
         return False
-    with claimed(folder) as free:
-        return not free
+    try:
+        with claimed(folder) as free:
+            return not free
+    except OSError:  # the study is read-only
+        return _is_held(folder / "lock")
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process holds a lock, tested without permission to write."""
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        with lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False

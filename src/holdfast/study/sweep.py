@@ -4,11 +4,24 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
+
+import msgspec
 
 from holdfast.errors import warn
 from holdfast.runs.plan import Plan
-from holdfast.study.store import Entry, Run, StudyError, default_name, read_json, write_json
+from holdfast.study.store import (
+    DamagedError,
+    Entry,
+    Run,
+    Study,
+    StudyError,
+    default_name,
+    files_in,
+    parsing,
+    read_json,
+    write_json,
+)
 from holdfast.study.studyfile import check_settings
 from holdfast.study.tables import Estimate, estimate
 
@@ -17,6 +30,28 @@ FINER = (0.2, 0.5, 2.0, 5.0)
 """Factors of the best decade, for the finer search."""
 
 Execute = Callable[[Sequence[Run]], list[Entry]]
+
+
+class _StoredEstimate(TypedDict):
+    mean: float
+    error: float | None
+    runs: int
+
+
+class _StoredValue(TypedDict):
+    value: float
+    final: _StoredEstimate | None
+
+
+class _StoredSweep(TypedDict):
+    """The schema of the file of a search."""
+
+    stream: str
+    tasks: int | None
+    plan: dict[str, Any]
+    over: str
+    seeds: int
+    curve: list[_StoredValue]
 
 
 @dataclass(frozen=True)
@@ -30,9 +65,13 @@ class Tried:
         return {"value": self.value, "final": None if self.final is None else self.final._asdict()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: _StoredValue) -> Self:
         final = data["final"]
-        return cls(_finite(data["value"]), None if final is None else _estimate(**final))
+        if not math.isfinite(data["value"]):
+            raise ValueError(f"{data['value']} is not a value")
+        if final is not None and not (0 <= final["mean"] <= 1 and 0 <= (final["error"] or 0) <= 1):
+            raise ValueError(f"{final} is not an accuracy")
+        return cls(data["value"], None if final is None else Estimate(**final))
 
 
 @dataclass(frozen=True)
@@ -79,12 +118,13 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        plan = Plan(**data["plan"])
-        common = Run(data["stream"], plan, data["tasks"], default_name(plan.method, plan.settings), id="")
-        curve = sorted((Tried.from_dict(tried) for tried in data["curve"]), key=lambda tried: tried.value)
+        stored = msgspec.convert(data, _StoredSweep)
+        plan = Plan(**stored["plan"])
+        common = Run(stored["stream"], plan, stored["tasks"], default_name(plan.method, plan.settings), id="")
+        curve = sorted((Tried.from_dict(tried) for tried in stored["curve"]), key=lambda tried: tried.value)
         if not curve:
             raise ValueError("it has no values")
-        return cls(common, data["over"], data["seeds"], curve)
+        return cls(common, stored["over"], stored["seeds"], curve)
 
     def path(self, folder: Path) -> Path:
         return folder / "sweeps" / f"{self.common.id}-{self.over}-{self.seeds}.json"
@@ -95,40 +135,35 @@ class Sweep:
             return self
         now = {tried.value for tried in self.curve}
         try:
-            before = Sweep.from_dict(read_json(self.path(folder)))
-        except UNREADABLE as error:
-            warn(f"{self.path(folder)} is not a search, and is overwritten ({error})")
+            before = _read(self.path(folder))
+        except DamagedError as error:
+            warn(f"{error}; it is overwritten")
             return self
         curve = sorted([*self.curve, *(t for t in before.curve if t.value not in now)], key=lambda tried: tried.value)
         return replace(self, curve=curve)
 
     def save(self, folder: Path) -> Path:
+        Study(folder).inside(self.path(folder).parent)
         write_json(self.path(folder), self.as_dict())
         return self.path(folder)
 
 
-UNREADABLE = (StudyError, LookupError, TypeError, ValueError, AttributeError)
-
-
-def _estimate(mean: float, error: float | None, runs: int) -> Estimate:
-    return Estimate(_finite(mean), None if error is None else _finite(error), int(runs))
-
-
-def _finite(value: float) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
-
-
 def read(folder: Path) -> list[Sweep]:
-    """Read the searches in the folder of a study. Unreadable files are left out with a warning."""
+    """Read the searches in the folder of a study. Files that cannot be read are left out with a warning."""
     found = []
-    for path in sorted((folder / "sweeps").glob("*.json")):
-        try:
-            found.append(Sweep.from_dict(read_json(path)))
-        except UNREADABLE as error:
-            warn(f"{path} is not a search, and is left out ({error})")
+    for path in files_in(folder / "sweeps"):
+        if path.suffix == ".json":
+            try:
+                found.append(_read(path))
+            except StudyError as error:
+                warn(f"{error}; it is left out")
     return found
+
+
+def _read(path: Path) -> Sweep:
+    data = read_json(path)
+    with parsing(path, "a search"):
+        return Sweep.from_dict(data)
 
 
 def chosen(folder: Path, stream: str, methods: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -219,7 +254,7 @@ def _run(stream: str, plan: Plan, over: str, value: float, seed: int, tasks: int
 
 
 def _tried(value: float, entries: Sequence[Entry]) -> Tried:
-    summaries = [entry.record.summary for entry in entries if entry.record is not None]
+    summaries = [entry.summary for entry in entries]
     finals = [s["final"] for s in summaries if s is not None and s["final"] is not None]
     complete = len(finals) == len(entries) and all(math.isfinite(final) for final in finals)
     return Tried(value, estimate(finals) if complete else None)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -56,19 +57,19 @@ class Row:
     name: str
     entries: list[Entry]
 
-    @property
+    @cached_property
     def records(self) -> list[Record]:
         """The records of the complete runs."""
-        return [e.record for e in self.entries if e.record is not None and e.record.summary is not None]
+        return [entry.record for entry in self.entries if entry.record is not None and entry.summary is not None]
 
-    @property
+    @cached_property
     def tasks(self) -> list[Estimate]:
         """The accuracy on each task after the last one."""
         return [estimate(values) for values in zip(*(record.matrix[-1] for record in self.records), strict=True)]
 
     def metric(self, name: str) -> Estimate | None:
         """Estimate a metric of `holdfast.runs.metrics.Summary` over the runs that have it."""
-        found = [record.summary[name] for record in self.records if record.summary is not None]
+        found = [entry.summary[name] for entry in self.entries if entry.summary is not None]
         values = [value for value in found if value is not None]
         return estimate(values) if values else None
 

@@ -1,19 +1,22 @@
 """A study in the terminal: progress while it runs, and tables."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from holdfast.errors import printable
 from holdfast.study import paper
-from holdfast.study.store import Entry, Run
+from holdfast.study.store import Entry, LeftOut, Run
 from holdfast.study.tables import Comparison, Estimate, Row, percent
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ class Bars:
         if self.began_at is None:
             self._begin()
         if run.id not in self.bars:
-            self.bars[run.id] = self.progress.add_task(escape(run.label), total=1.0, accuracy="")
+            self.bars[run.id] = self.progress.add_task(_text(run.label), total=1.0, accuracy="")
 
     def progressed(self, run: Run, progress: "Where") -> None:
         share = (progress.task + progress.step / progress.steps) / progress.tasks
@@ -78,7 +81,7 @@ class Bars:
         if run.id in self.bars:
             self.progress.remove_task(self.bars.pop(run.id))
         self._update_all()
-        self.console.print(f"{escape(run.label)}: {escape(_outcome(entry, reason))}", highlight=False)
+        self.console.print(f"{_text(run.label)}: {_text(_outcome(entry, reason))}", highlight=False)
 
     def elsewhere(self, runs: int) -> None:
         claimed = f" ({runs} by another process)" if runs else ""
@@ -91,11 +94,14 @@ class Bars:
 def _outcome(entry: Entry | None, reason: str) -> str:
     if entry is None or entry.record is None:
         return reason
-    record = entry.record
-    if record.failure is not None:
-        return f"failed in task {record.failure['task'] + 1}, step {record.failure['step']}: {record.failure['why']}"
-    assert record.summary is not None
-    return f"{percent(record.summary['final'] or 0, 1)}% in {sum(record.seconds.values()):.0f} s"
+    if entry.summary is None:
+        return f"failed {entry.record.reason}"
+    return f"{percent(entry.summary['final'] or 0, 1)}% in {sum(entry.record.seconds.values()):.0f} s"
+
+
+def _text(text: str) -> str:
+    """Text as it is, without markup and control characters."""
+    return escape(printable(text))
 
 
 # ---- tables ----
@@ -104,7 +110,7 @@ def _outcome(entry: Entry | None, reason: str) -> str:
 def _table(title: str | None = None) -> Table:
     """A table narrow enough for a terminal of 80 columns."""
     return Table(
-        title=None if title is None else escape(title),
+        title=None if title is None else _text(title),
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -118,9 +124,9 @@ def results(comparison: Comparison) -> Table:
     table = _table(f"Accuracy in % at the end: {comparison.title}")
     table.add_column("method")
     for name in (*comparison.tasks, "average", "when learned", "forgetting"):
-        table.add_column(escape(name), justify="right")
+        table.add_column(_text(name), justify="right")
     for row in comparison.rows:
-        table.add_row(escape(row.name), *_cells(row, len(comparison.tasks)))
+        table.add_row(_text(row.name), *_cells(row, len(comparison.tasks)))
     several = max((len(row.records) for row in comparison.rows), default=0)
     table.caption = "mean over seeds (standard error)" if several > 1 else "one seed: no standard errors"
     return table
@@ -145,14 +151,14 @@ def beside_the_paper(comparison: Comparison, digits: int = 2) -> Table:
         table.add_column(name, justify="right")
     for row in comparison.rows:
         if not row.records:
-            table.add_row(escape(row.name), "failed")
+            table.add_row(_text(row.name), "failed")
             continue
         pairs = paper.beside(comparison.stream, row)
         if not pairs:
             ours = [*row.tasks, row.metric("final")]
-            table.add_row(escape(row.name), *(_cell(each, digits) for each in ours), end_section=True)
+            table.add_row(_text(row.name), *(_cell(each, digits) for each in ours), end_section=True)
             continue
-        table.add_row(escape(row.name), *("*" * pair.differ + pair.ours.percent(digits) for pair in pairs))
+        table.add_row(_text(row.name), *("*" * pair.differ + pair.ours.percent(digits) for pair in pairs))
         theirs = [pair.theirs.percent(digits) for pair in pairs]
         table.add_row("  paper", *theirs, style="dim", end_section=True)
     table.caption = "mean (standard error); * differs from the paper by more than two standard errors of the difference"
@@ -162,7 +168,7 @@ def beside_the_paper(comparison: Comparison, digits: int = 2) -> Table:
 def search(sweep: "Sweep") -> Table:
     """The values of a search, and the best of them."""
     table = _table()
-    table.add_column(escape(sweep.over), justify="right")
+    table.add_column(_text(sweep.over), justify="right")
     table.add_column("average", justify="right")
     table.add_column("")
     for tried in sweep.curve:
@@ -171,27 +177,31 @@ def search(sweep: "Sweep") -> Table:
     return table
 
 
-def runs(entries: Sequence[Entry]) -> Table:
-    """Every run of a study and its state."""
-    table = Table()
-    for name in ("run", "method", "seed", "state"):
-        table.add_column(name)
-    table.add_column("average, %", justify="right")
-    for entry in entries:
-        summary = entry.record.summary if entry.record is not None else None
-        final = "" if summary is None else percent(summary["final"] or 0)
-        cells = (entry.run.id, entry.run.name, str(entry.run.plan.seed), entry.state, final)
-        table.add_row(*map(escape, cells))
-    return table
+def runs(entries: Iterable[Entry], left_out: Iterable[LeftOut] = ()) -> str:
+    """Every run of a study and its state: a line for each, and one with the number of runs in each state."""
+    lines = [_line(entry) for entry in entries]
+    lines += [(each.folder.name, "", "", each.state, "") for each in left_out]
+    states = Counter(state for *_, state, _ in lines)
+    counts = ", ".join(f"{number} {state}" for state, number in states.items()) or "no runs"
+    return f"{columns([('run', 'method', 'seed', 'state', 'average, %'), *lines])}\n\n{counts}"
 
 
-def counts(entries: Iterable[Entry]) -> str:
-    """The number of runs in each state.
+def _line(entry: Entry) -> tuple[str, ...]:
+    final = "" if entry.summary is None else percent(entry.summary["final"] or 0)
+    return entry.run.id, entry.run.name, str(entry.run.plan.seed), entry.state, final
 
-    >>> counts([])
-    'no runs'
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Text in columns.
+
+    >>> print(columns([("run", "seed"), ("digits-npc", "0")]))
+    run         seed
+    digits-npc  0
     """
-    states: dict[str, int] = {}
-    for entry in entries:
-        states[entry.state] = states.get(entry.state, 0) + 1
-    return ", ".join(f"{number} {state}" for state, number in states.items()) or "no runs"
+    cells = [[printable(cell) for cell in line] for line in lines]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    padded = (
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+    return "\n".join(line.rstrip() for line in padded)

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from holdfast.errors import UserError
+from holdfast import atomic
+from holdfast.errors import UserError, describe
 from holdfast.runs.training import Interrupted, Progress, choose_device, train
 from holdfast.streams import build_stream
 from holdfast.streams.tasks import Stream
@@ -62,12 +63,14 @@ def attempt(study: Study, run: Run, execution: Execution, tell: Callable[[Progre
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return Ended("out of memory", "the GPU ran out of memory: use a smaller batch or width")
-    except (UserError, ValueError, OSError) as error:
+    except OSError as error:
+        return Ended("failed", describe(error))
+    except (UserError, ValueError) as error:
         return Ended("failed", str(error))
     except Exception as error:  # a bug in a method or a model: its author needs the traceback
         path = study.folder_of(run) / "error.txt"
         with suppress(OSError):
-            path.write_text(traceback.format_exc())
+            atomic.write(path, traceback.format_exc().encode(errors="replace"))
         return Ended("failed", f"{type(error).__name__}: {error}; the traceback is in {path}")
 
 

@@ -7,13 +7,14 @@ of files, and the removal of stale files: a new kind is one module and one line 
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast import atomic
 from holdfast.study.figures import average, balance, capacity, drift, importance, search, tasks
 from holdfast.study.figures.drawing import FORMATS, Drawing, Kind, files, svg
-from holdfast.study.figures.style import fix_layout, styled
+from holdfast.study.figures.style import STYLES, fix_layout, styled
 from holdfast.study.figures.subject import Subject
 from holdfast.study.sweep import Sweep
 from holdfast.study.tables import Comparison
@@ -37,8 +38,16 @@ SEARCH_KINDS: tuple[Kind[Sequence[Sweep]], ...] = (search.KIND,)
 
 
 def draw(comparison: Comparison) -> list[Drawing]:
-    """Draw the figures of a comparison, in the order of the registry. Figures without data are omitted."""
-    return _draw(COMPARISON_KINDS, Subject(comparison), _file_name(comparison))
+    """Draw the figures of a comparison, in the order of the registry. Figures without data are omitted.
+
+    A figure shows as many methods as there are distinct styles: the best ones.
+    """
+    shown = replace(comparison, rows=comparison.rows[:STYLES])
+    drawings = _draw(COMPARISON_KINDS, Subject(shown), _file_name(comparison))
+    if len(comparison.rows) <= STYLES:
+        return drawings
+    limit = f" Only the {STYLES} best of {len(comparison.rows)} methods are shown."
+    return [replace(drawing, caption=drawing.caption + limit) for drawing in drawings]
 
 
 def draw_searches(sweeps: Iterable[Sweep]) -> list[Drawing]:
@@ -65,7 +74,7 @@ def _draw(kinds: Iterable[Kind[T]], subject: T, file_name: str) -> list[Drawing]
 # ---- files ----
 
 
-def save(drawings: Iterable[Drawing], folder: Path) -> list[Path]:
+def save(drawings: Iterable[Drawing], folder: Path, *, remove_stale: bool = True) -> list[Path]:
     """Write drawings as PDF and PNG to a folder, and return the paths. Stale figures in the folder are removed."""
     paths = []
     for drawing in drawings:
@@ -74,7 +83,7 @@ def save(drawings: Iterable[Drawing], folder: Path) -> list[Path]:
             atomic.write(paths[-1], content)
     own = own_files()
     for path in set(folder.glob("*")) - set(paths):
-        if own.fullmatch(path.name):
+        if remove_stale and own.fullmatch(path.name):
             path.unlink()
     return paths
 

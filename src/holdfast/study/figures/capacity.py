@@ -50,6 +50,9 @@ def capacity(row: Row) -> dict[str, list[float]]:
     runs = [record.capacity for record in row.records if record.capacity]
     if not runs:
         return {}
+    common = set.intersection(*(set(taken) for run in runs for taken in run))
     return {
-        layer: [fmean(run[task][layer] for run in runs) for task in range(min(map(len, runs)))] for layer in runs[0][0]
+        layer: [fmean(run[task][layer] for run in runs) for task in range(min(map(len, runs)))]
+        for layer in runs[0][0]
+        if layer in common
     }

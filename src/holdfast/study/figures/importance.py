@@ -24,7 +24,7 @@ def draw(key: str, subject: Subject) -> Drawing | None:
         (subject.styles[name].label, run, beta)
         for name, runs in subject.probed.items()
         for run in runs
-        if run.importance and 0 < (beta := threshold(run.record.settings) or 0) < UNCONTROLLED
+        if run.importance and 0 < (beta := threshold(run.settings) or 0) < UNCONTROLLED
     ]
     if not candidates:
         return None
@@ -43,7 +43,7 @@ def draw(key: str, subject: Subject) -> Drawing | None:
         key,
         f"Neuron importance: {method}",
         "Importance of each neuron as the tasks are learned one after another, relative to the threshold "
-        f"{beta:g} at which a neuron freezes. One run, seed {run.record.plan['seed']}. In each layer, neurons are "
+        f"{beta:g} at which a neuron freezes. One run, seed {run.plan.seed}. In each layer, neurons are "
         "ordered from bottom to top by the time at which they freeze. Counts are of neurons frozen at the end.",
         figure,
     )
@@ -59,7 +59,7 @@ def threshold(settings: Mapping[str, Any]) -> float | None:
     (0.5, 0.7, None)
     """
     betas = [value for name, value in settings.items() if name == "beta" or name.endswith(".beta")]
-    return float(betas[0]) if len(betas) == 1 else None
+    return float(betas[0]) if len(betas) == 1 and isinstance(betas[0], int | float) else None
 
 
 def freezing_order(values: Array) -> NDArray[np.intp]:

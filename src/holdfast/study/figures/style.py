@@ -3,6 +3,7 @@
 Methods can be told apart without color, and colors work on a light and on a dark page.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ PALETTE = (
 """Colors with a contrast of at least 3:1 to white and to a dark page; the first seven are safe for color blindness."""
 DASHES = ((), (5, 1.6), (1.3, 1.3), (6, 1.5, 1.3, 1.5))
 MARKERS = "os^DvPX*<>ph"
-"""The lengths of `PALETTE`, `DASHES` and `MARKERS` make the first 132 styles distinct."""
+STYLES = math.lcm(len(PALETTE), len(DASHES), len(MARKERS))
+"""The number of distinct styles."""
 
 RC: dict[str, Any] = {
     "figure.dpi": 72,  # one pixel is one point during layout

@@ -1,5 +1,8 @@
 """Accuracy on each task over time: the paper's Figure 2 (b)."""
 
+from collections.abc import Sequence
+
+from holdfast.runs.record import Point
 from holdfast.study.figures.axes import (
     Series,
     accuracy_axis,
@@ -12,7 +15,6 @@ from holdfast.study.figures.axes import (
 from holdfast.study.figures.drawing import Drawing, Kind
 from holdfast.study.figures.style import INK, shorten
 from holdfast.study.figures.subject import Subject
-from holdfast.study.tables import Row
 
 
 def draw(key: str, subject: Subject) -> Drawing | None:
@@ -25,8 +27,10 @@ def draw(key: str, subject: Subject) -> Drawing | None:
     for task, axes in enumerate(panels):
         axes.axvspan(task, task + 1, color=INK, alpha=0.07, linewidth=0)
         axes.set_title(f"Task {task + 1}: {shorten(tasks[task], 42 // columns)}")
-        for number, row in enumerate(rows):
-            series = _accuracy(row, task)
+    for number, row in enumerate(rows):
+        timelines = [record.timeline for record in row.records]
+        for task, axes in enumerate(panels):
+            series = _accuracy(timelines, task)
             if series is not None:
                 plot_series(axes, subject.styles[row.name], series, number / len(rows), every=0.13 * columns)
     for axes in panels:
@@ -45,10 +49,7 @@ def draw(key: str, subject: Subject) -> Drawing | None:
 KIND = Kind("tasks", draw)
 
 
-def _accuracy(row: Row, task: int) -> Series | None:
+def _accuracy(timelines: Sequence[Sequence[Point]], task: int) -> Series | None:
     return mean_series(
-        [
-            [(point.time, point.accuracy[task]) for point in record.timeline if point.task >= task]
-            for record in row.records
-        ]
+        [[(point.time, point.accuracy[task]) for point in timeline if point.task >= task] for timeline in timelines]
     )
