@@ -163,6 +163,53 @@ def test_stepping_a_part_of_a_stack_is_noticed() -> None:
         train(model, inner, [x for x, _ in batches(1)])
 
 
+# ---- layers of one neuron ----
+
+
+class Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale, self.output = nn.Linear(4, 6), nn.Parameter(torch.ones(1)), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.output(self.body(x).tanh())
+
+
+unprotected = pytest.mark.filterwarnings("ignore:.*of the trained parameters are not controlled")
+
+
+@unprotected
+@pytest.mark.parametrize("name", ["npc", "cpc"])
+def test_a_single_neuron_is_not_frozen(name: str) -> None:
+    """Its importance relative to its layer is always 1."""
+    torch.manual_seed(0)
+    model = Single()
+    method = METHODS[name](model, SGD(model.parameters(), lr=0.1), rate=0.5)
+    train(model, method, [x for x, _ in batches(20)])
+    before = parameters_of(model)
+    train(model, method, [torch.randn(8, 4)])
+    for key in ("output.bias", "scale") if name == "cpc" else ("output.weight", "output.bias", "scale"):
+        assert key not in method.importance
+        change = parameters_of(model)[key] - before[key]
+        torch.testing.assert_close(change, -0.1 * model.get_parameter(key).grad)
+
+
+@unprotected
+def test_a_single_neuron_changes_by_direction() -> None:
+    torch.manual_seed(0)
+    model = Single().double()
+    method = holdfast.DPC(model, SGD(model.parameters(), lr=0.1), rate=0.5, kappa=1e12)
+    data = [x.double() for x, _ in batches(20)]
+    train(model, method, data)
+    before = model.output.weight.detach().clone()
+    train(model, method, data[:1])
+    torch.testing.assert_close(model.output.weight.detach() - before, -0.1 * model.output.weight.grad)
+    method.consolidate(data)
+    before = model.output.weight.detach().clone()
+    train(model, method, data[:1])
+    assert (model.output.weight - before).abs().max() < 1e-9  # old inputs lie in all directions
+
+
 # ---- gradients after a step ----
 
 

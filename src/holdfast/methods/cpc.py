@@ -127,7 +127,9 @@ class CPC(Plastic):
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
         self._set(normalize=normalize)
         controlled = self._trained() - self._free
-        self._parameters = {name: p for name, p in self.model.named_parameters() if p in controlled}
+        least = 2 if normalize == "parameter" else 1  # a single one has nothing to be more important than
+        named = self.model.named_parameters()
+        self._parameters = {name: p for name, p in named if p in controlled and p.numel() >= least}
         if not self._parameters:
             raise ValueError("no connection is left to control: all parameters of the optimizer are in free=")
         self._importance = {

@@ -156,6 +156,7 @@ class DPC(NPC):
         "_unread": PLAIN,
         "steps": PLAIN,
     }
+    _least_neurons: ClassVar = 1  # which changes by direction alone
 
     kappa: float
     samples: int | None
@@ -253,6 +254,7 @@ class DPC(NPC):
     # ---- a step ----
 
     def _change(self, shares: Tensor) -> None:
+        shares = self._with_single(shares)
         if self.tasks == 0:
             super()._change(shares)
             return
@@ -275,6 +277,14 @@ class DPC(NPC):
             return changing
 
         self._limited_step(parameters, limit_or_direct)
+
+    def _with_single(self, shares: Tensor) -> Tensor:
+        """The plasticity of all neurons; that of single neurons is 1 in the first task, then 0."""
+        if 1 not in self._widths:
+            return shares
+        split = list(torch.split(shares, self._widths))
+        single = torch.full_like(shares[:1], 0 if self.tasks else 1)
+        return torch.cat([single if width == 1 else share for width, share in zip(self._widths, split, strict=True)])
 
     def _sides(self, indices: Mapping[nn.Parameter, int]) -> list[Side]:
         return [

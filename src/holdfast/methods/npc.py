@@ -70,6 +70,8 @@ class NPC(Plastic):
 
     needs: ClassVar = Needs(heads=True, example=True)
     remembers: ClassVar = {"_importance": AS_BEFORE.at_least(0)}
+    _least_neurons: ClassVar = 2
+    """The least number of neurons of a layer under control. A single one has nothing to be more important than."""
 
     def __init__(
         self,
@@ -85,8 +87,9 @@ class NPC(Plastic):
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free)
         controlled = self._trained() - self._free
-        tapped = find_layers(self.model, controlled, self._free)
-        controlled -= {parameter for layer in tapped for parameter, _ in layer.parameters}
+        found = find_layers(self.model, controlled, self._free)
+        tapped = [layer for layer in found if layer.size >= self._least_neurons]
+        controlled -= {parameter for layer in found for parameter, _ in layer.parameters}
         self._norms = find_norms(self.model, controlled)
         self._layers = [*tapped, *find_untapped(self.model, controlled), *self._norms]
         _check_layers(self.model, self._layers)
