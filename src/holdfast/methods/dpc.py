@@ -176,7 +176,7 @@ class DPC(NPC):
         observe: Mapping[str, str] | None = None,
         example: Any = None,
         samples: Count = 4096,
-        rank: Count = None,
+        rank: Count = 128,
         every: Count = None,
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free, observe=observe, example=example)
