@@ -31,13 +31,6 @@ from holdfast.study.tables import percent
 # ---- other forms of the update ----
 
 
-class InputSide(DPC):
-    """dW = G P for all neurons; before the first task ends, dW = G. The plasticity of neurons is left out."""
-
-    def _change(self, shares: Tensor) -> None:
-        super()._change(torch.zeros_like(shares) if self.tasks else torch.ones_like(shares))
-
-
 class ProductForm(DPC):
     """dW = s G P. A frozen neuron does not change at all."""
 
@@ -176,7 +169,7 @@ class LayerKappa(DPC):
         }
 
 
-for _kind in (InputSide, ProductForm, Sharp, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
+for _kind in (ProductForm, Sharp, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
     METHODS[_kind.__name__.lower()] = _kind
 
 # ---- the rows ----
@@ -208,7 +201,7 @@ ABLATIONS = {
     "dpc, 1024 samples": Ablation("dpc", {**CHOSEN, "samples": 1024}),
     "dpc, without boundaries": Ablation("dpc", {**CHOSEN, "every": 100}),
     "dpc, without boundaries, kappa 30": Ablation("dpc", {**CHOSEN, "every": 100, "kappa": 30.0}),
-    "input side alone": Ablation("inputside", {**CHOSEN, "kappa": 30.0}, lr=0.05),
+    "input side alone": Ablation("dpc", {**CHOSEN, "kappa": 30.0, "sides": "inputs"}, lr=0.05),
     "product form": Ablation("productform", {**CHOSEN, "beta": 1.0, "kappa": 10.0}),
     "sharper P, kappa 10": Ablation("sharp", {**CHOSEN, "kappa": 10.0}),
     "sharper P, kappa 30": Ablation("sharp", {**CHOSEN, "kappa": 30.0}),

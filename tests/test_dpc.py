@@ -293,6 +293,23 @@ def test_frozen_neurons_keep_their_outputs_on_old_inputs_and_learn_elsewhere(eve
     assert (net[0](new) - before[1]).abs().mean() > 0.01
 
 
+def test_the_input_side_alone_leaves_the_first_task_free_and_protects_all_neurons_later() -> None:
+    torch.manual_seed(0)
+    free, limited = mlp().double(), mlp().double()
+    limited.load_state_dict(free.state_dict())
+    method = holdfast.DPC(limited, SGD(limited.parameters(), lr=0.1), beta=1e-9, rate=1.0, kappa=1e10, sides="inputs")
+    data = [torch.randn(8, 4, dtype=torch.float64) for _ in range(5)]
+    train(free, SGD(free.parameters(), lr=0.1), data)
+    train(limited, method, data)
+    assert_same_bits(parameters_of(free), parameters_of(limited))
+    assert {value for share in method.plasticity.values() for value in share.tolist()} == {1.0}
+    method.consolidate(data)
+    assert {value for share in method.plasticity.values() for value in share.tolist()} == {0.0}
+    before = limited(data[0]).detach()
+    train(limited, method, [torch.randn(8, 4, dtype=torch.float64) for _ in range(5)])
+    torch.testing.assert_close(limited(data[0]).detach(), before, rtol=1e-6, atol=1e-6)
+
+
 def test_plastic_neurons_learn_everywhere() -> None:
     """With every neuron plastic, it is the bare optimizer, to the bit."""
     for kind in (SGD, AdamW):

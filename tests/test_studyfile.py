@@ -419,7 +419,7 @@ def test_settings_of_the_command_line() -> None:
 
 SETTINGS = {
     "npc": {"beta": 0.5, "rate": 1e-3, "gain": 2},
-    "dpc": {"beta": 0.5, "kappa": 10, "rate": 1e-3, "gain": 2, "samples": 5, "rank": 3, "every": 7},
+    "dpc": {"beta": 0.5, "kappa": 10, "rate": 1e-3, "gain": 2, "samples": 5, "rank": 3, "every": 7, "sides": "inputs"},
     "cpc": {"beta": 0.5, "rate": 1e-3, "gain": 2, "normalize": "model"},
     "ewc": {"strength": 3, "labels": "exact", "samples": 5, "form": "loss"},
     "kfac": {"strength": 3, "samples": 5},

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from holdfast.neurons import Choice, Layer, Product
 from holdfast.neurons.rows import Layout
 from holdfast.samples import Batch, device_of, samples_of
 from holdfast.taps import CallTap, product_inputs
+
+Sides = Literal["both", "inputs"]
 
 
 class Side(NamedTuple):
@@ -135,6 +137,8 @@ class DPC(NPC):
         rank: the number of directions of A kept per layer; all if None. The others share their mean eigenvalue.
         every: for tasks whose ends are unknown: A grows by rate * every * E[a a^T], normalized as above, measured
             every so many steps on the first `samples` samples of the training batch. `consolidate` then does nothing.
+        sides: "both", as above, or "inputs" for dW_i = G_i P, whatever the importance of the neuron, and full changes
+            in the first task: less is forgotten, and less is learned.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = DPC(model, torch.optim.SGD(model.parameters(), lr=0.1), free=[model[2]])
@@ -162,6 +166,7 @@ class DPC(NPC):
     samples: int | None
     rank: int | None
     every: int | None
+    sides: Sides
 
     def __init__(
         self,
@@ -178,9 +183,10 @@ class DPC(NPC):
         samples: Count = 4096,
         rank: Count = 128,
         every: Count = None,
+        sides: Sides = "both",
     ) -> None:
         super().__init__(model, optimizer, beta=beta, rate=rate, gain=gain, free=free, observe=observe, example=example)
-        self._set(kappa=kappa, samples=samples, rank=rank, every=every)
+        self._set(kappa=kappa, samples=samples, rank=rank, every=every, sides=sides)
         self.tasks = self.steps = 0
         self._vectors: dict[str, Tensor] = {}
         self._values: dict[str, Tensor] = {}
@@ -242,6 +248,11 @@ class DPC(NPC):
             for name, moment in self.moments.items()
         }
 
+    @property
+    def plasticity(self) -> dict[str, Tensor]:
+        """The share of the learning rate that is left in all directions, by layer."""
+        return {name: self._in_force(share) for name, share in super().plasticity.items()}
+
     def _directed(self, layer: Layer) -> int:
         read = [product for product in layer.products if product.name not in self._unread]
         return sum(parameter.numel() for product in read for parameter in product.parameters)
@@ -254,7 +265,8 @@ class DPC(NPC):
     # ---- a step ----
 
     def _change(self, shares: Tensor) -> None:
-        shares = self._with_single(shares)
+        if self.sides == "inputs" or 1 in self._widths:
+            shares = torch.cat([self._in_force(share) for share in torch.split(shares, self._widths)])
         if self.tasks == 0:
             super()._change(shares)
             return
@@ -278,13 +290,11 @@ class DPC(NPC):
 
         self._limited_step(parameters, limit_or_direct)
 
-    def _with_single(self, shares: Tensor) -> Tensor:
-        """The plasticity of all neurons; that of single neurons is 1 in the first task, then 0."""
-        if 1 not in self._widths:
-            return shares
-        split = list(torch.split(shares, self._widths))
-        single = torch.full_like(shares[:1], 0 if self.tasks else 1)
-        return torch.cat([single if width == 1 else share for width, share in zip(self._widths, split, strict=True)])
+    def _in_force(self, share: Tensor) -> Tensor:
+        """The plasticity of a layer's neurons. Where importance has no say, it is 1 in the first task, then 0."""
+        if self.sides == "both" and len(share) > 1:
+            return share
+        return torch.full_like(share, 0 if self.tasks else 1)
 
     def _sides(self, indices: Mapping[nn.Parameter, int]) -> list[Side]:
         return [
