@@ -39,8 +39,8 @@ class Forgetting:
     >>> from holdfast import Forgetting
     >>> model = nn.Linear(2, 2, bias=False)
     >>> _ = model.weight.data.copy_(torch.eye(2))
-    >>> old = [(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]))]
-    >>> report = Forgetting(model, {"old": old, "new": [(old[0][0], torch.tensor([1, 1]))]})
+    >>> x = torch.eye(2)
+    >>> report = Forgetting(model, {"old": [(x, torch.tensor([0, 1]))], "new": [(x, torch.tensor([1, 1]))]})
     >>> _ = model.weight.data.copy_(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))  # train
     >>> report.update()
     >>> print(report)
