@@ -233,6 +233,7 @@ class Study:
         """Read all runs, sorted by folder: those that can be read, and the others with the reasons."""
         found: list[Entry] = []
         left_out: list[LeftOut] = []
+        numbers: dict[float, float] = {}
         with _collection_paused():
             for folder in files_in(self.folder / "runs"):
                 try:
@@ -242,7 +243,9 @@ class Study:
                 except UnreadableError as error:
                     left_out.append(LeftOut(folder, "unreadable", str(error)))
                 else:
-                    found += [] if entry is None else [entry]
+                    if entry is not None:
+                        _share_numbers(entry.record, numbers)
+                        found.append(entry)
         return found, left_out
 
 
@@ -256,6 +259,12 @@ def _collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _share_numbers(record: Record | None, numbers: dict[float, float]) -> None:
+    """Keep equal accuracies of many curves once: there are not more of them than images, and curves are most of it."""
+    for mark in record.curves if record is not None else ():
+        mark["accuracy"] = [numbers.setdefault(value, value) for value in mark["accuracy"]]
 
 
 def _remove_checkpoints(folder: Path) -> None:
