@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 from torch.optim import Optimizer
 
 from holdfast.importance import precise
@@ -27,12 +28,35 @@ def distillation(new: Tensor, old: Tensor, temperature: float, attended: Tensor 
     >>> distillation(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.0]]), temperature=2.0)
     tensor(0.)
     """
-    log_old, log_new = ((x.to(precise(x.dtype)) / temperature).log_softmax(-1) for x in (old, new))
+    log_new, log_old = (_log_softmax(x, temperature, -1) for x in (new, old))
     if new.dim() == 2:
-        return temperature**2 * nn.functional.kl_div(log_new, log_old, reduction="batchmean", log_target=True)
-    terms = nn.functional.kl_div(log_new, log_old, reduction="none", log_target=True).sum(-1)
-    weights = torch.ones_like(terms) if attended is None else attended.to(terms)
-    return temperature**2 * (weights * terms).sum() / weights.sum().clamp(min=1)
+        return temperature**2 * kl_div(log_new, log_old, reduction="batchmean", log_target=True)
+    return temperature**2 * _mean(kl_div(log_new, log_old, reduction="none", log_target=True).sum(-1), attended)
+
+
+def distillation_of_heads(
+    new: Tensor, old: Tensor, heads: Sequence[Head], temperature: float, attended: Tensor | None = None
+) -> Tensor:
+    """The sum of `distillation` over heads of equal size, computed at once, with the heads along the last axis."""
+    if len(heads) == 1:
+        return distillation(select(new, heads[0]), select(old, heads[0]), temperature, attended)
+    nodes = [node for nth in zip(*(head or [] for head in heads), strict=True) for node in nth]
+    stacked = (select(x, nodes).reshape(*x.shape[:-1], -1, len(heads)) for x in (new, old))
+    log_new, log_old = (_log_softmax(x, temperature, -2) for x in stacked)
+    terms = kl_div(log_new, log_old, reduction="none", log_target=True).sum((-2, -1))
+    return temperature**2 * _mean(terms, attended)
+
+
+def _log_softmax(outputs: Tensor, temperature: float, axis: int) -> Tensor:
+    return (outputs.to(precise(outputs.dtype)) / temperature).log_softmax(axis)
+
+
+def _mean(terms: Tensor, attended: Tensor | None) -> Tensor:
+    """The mean over samples, or over tokens that are no padding."""
+    if attended is None or terms.dim() == 1:
+        return terms.mean()
+    weights = attended.to(terms)
+    return (weights * terms).sum() / weights.sum().clamp(min=1)
 
 
 def _by_size(heads: Iterable[Head]) -> list[list[Head]]:
@@ -41,23 +65,6 @@ def _by_size(heads: Iterable[Head]) -> list[list[Head]]:
     for head in heads:
         groups.setdefault(None if head is None else len(head), []).append(head)
     return list(groups.values())
-
-
-def distillation_of_heads(
-    new: Tensor, old: Tensor, heads: Sequence[Head], temperature: float, attended: Tensor | None
-) -> Tensor:
-    """The sum of `distillation` over heads of equal size, computed at once."""
-    if len(heads) == 1:
-        return distillation(select(new, heads[0]), select(old, heads[0]), temperature, attended)
-    nodes = [node for head in heads for node in head or []]
-    ours, theirs = (_heads_as_samples(select(outputs, nodes), len(heads)) for outputs in (new, old))
-    repeated = None if attended is None else attended.repeat(len(heads), 1)
-    return len(heads) * distillation(ours, theirs, temperature, repeated)
-
-
-def _heads_as_samples(outputs: Tensor, heads: int) -> Tensor:
-    """Lay the outputs of several heads one behind the other, along the axis of samples."""
-    return outputs.reshape(*outputs.shape[:-1], heads, -1).movedim(-2, 0).flatten(0, 1)
 
 
 class LwF(Method):
@@ -131,7 +138,7 @@ class LwF(Method):
         if device_of(self._old) != device_of(self.model):
             self._old.to(device_of(self.model))
         with torch.no_grad():
-            old = self._old(*call.args, **call.kwargs)
+            old = logits_of(self._old(*call.args, **call.kwargs))
         new = logits_of(call.output)
         if new.dim() not in (2, 3):
             raise ValueError(
