@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.importance import precise
-from holdfast.methods.method import Coverage, Method
+from holdfast.methods.method import Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons import weight_layers
 from holdfast.neurons.kinds import neuron_axis
@@ -118,6 +118,7 @@ class Compact(Method):
     """
 
     searched: ClassVar = "weight"
+    reads_forward: ClassVar = True
 
     weight: float
 
@@ -126,9 +127,7 @@ class Compact(Method):
     ) -> None:
         super().__init__(model, optimizer)
         self._taps = _InputTaps(self.model)
-        self._coverage = Coverage(self.model)
-        for taps in (self._taps, self._coverage):
-            weakref.finalize(self, taps.close).atexit = False
+        weakref.finalize(self, self._taps.close).atexit = False
         self._set(weight=weight, samples=samples)
 
     @property
@@ -146,7 +145,6 @@ class Compact(Method):
 
     def _penalty(self) -> Tensor:
         layers = self._taps.take()
-        self._coverage.cover()
         if not self._adds_penalty:
             return super()._penalty()
         if not layers:
@@ -159,16 +157,10 @@ class Compact(Method):
             term: Tensor = mean(layers, self.weight)
         return term
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._coverage.restart()
-
     def _update(self) -> None:
-        self._coverage.check(needed=self._adds_penalty)
         super()._update()
         if not self._adds_penalty:
             self._taps.take()  # free the memory
 
     def _close(self) -> None:
         self._taps.close()
-        self._coverage.close()

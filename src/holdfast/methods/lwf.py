@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from holdfast.importance import precise
 from holdfast.methods.memory import BY_MODEL, PLAIN
-from holdfast.methods.method import Commit, Coverage, Method
+from holdfast.methods.method import Commit, Method
 from holdfast.methods.settings import NonNegative, Positive
 from holdfast.samples import Batch, device_of, logits_of, output_nodes, select
 from holdfast.taps import CallTap
@@ -94,6 +94,7 @@ class LwF(Method):
 
     remembers: ClassVar = {"_heads": PLAIN, "_teacher": BY_MODEL}
     searched: ClassVar = "weight"
+    reads_forward: ClassVar = True
 
     weight: float
     temperature: float
@@ -106,9 +107,7 @@ class LwF(Method):
         self._old: nn.Module | None = None
         self._heads: list[Head] = []
         self._tap = CallTap(self.model)
-        self._coverage = Coverage(self.model)
-        for taps in (self._tap, self._coverage):
-            weakref.finalize(self, taps.close).atexit = False
+        weakref.finalize(self, self._tap.close).atexit = False
 
     def _consolidate(self, batches: Iterable[Any], active: Sequence[int] | None) -> Commit:
         return partial(self._remember, output_nodes(active), self._copy())
@@ -129,7 +128,6 @@ class LwF(Method):
 
     def _penalty(self) -> Tensor:
         call = self._tap.take()
-        self._coverage.cover()
         total = super()._penalty()
         if self._old is None:
             return total
@@ -150,19 +148,13 @@ class LwF(Method):
             total = total + distillation_of_heads(new, old, heads, self.temperature, attended)
         return self.weight * total
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._coverage.restart()
-
     def _update(self) -> None:
-        self._coverage.check(needed=self._adds_penalty)
         super()._update()
         if not self._adds_penalty:
             self._tap.take()  # free the memory
 
     def _close(self) -> None:
         self._tap.close()
-        self._coverage.close()
 
     @property
     def _teacher(self) -> dict[str, Tensor] | None:

@@ -85,6 +85,9 @@ class Method(Optimizer):
     measures_step: ClassVar[bool] = False
     """Whether the method measures the change of parameters in its step, which no outer method may alter afterwards."""
 
+    reads_forward: ClassVar[bool] = False
+    """Whether `penalty` acts on the last forward, so that each forward in the loss needs a penalty of its own."""
+
     wrapped: Optimizer
     model: nn.Module
     compile: bool = False
@@ -123,6 +126,9 @@ class Method(Optimizer):
         self._closed = False
         self._penalty_taken = False
         self._guard = before_step(optimizer, _Guard(self))
+        self._coverage = Coverage(self.model) if self.reads_forward else None
+        if self._coverage is not None:
+            weakref.finalize(self, self._coverage.close).atexit = False
         self.__setstate__({})  # Optimizer's own setup, without parameter groups: they are the wrapped optimizer's
 
     def _check_wrapped(self) -> None:
@@ -227,6 +233,8 @@ class Method(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.wrapped.zero_grad(set_to_none)
+        if self._coverage is not None:
+            self._coverage.restart()
 
     def _trained(self) -> set[nn.Parameter]:
         return {parameter for group in self.param_groups for parameter in group["params"]}
@@ -264,6 +272,8 @@ class Method(Optimizer):
                 f"the penalty of {type(self).__name__} is missing from the loss: loss = criterion(model(x), y) + "
                 "optimizer.penalty()"
             )
+        if self._coverage is not None:
+            self._coverage.check(needed=self._adds_penalty)
         self._update()
         self._started, self._penalty_taken = True, False
 
@@ -331,6 +341,8 @@ class Method(Optimizer):
     def penalty(self) -> Tensor:
         """The term to add to the loss; zero for methods that do not act through the loss."""
         self._penalty_taken = True
+        if self._coverage is not None:
+            self._coverage.cover()
         term = self._penalty()
         if any(group.get("maximize") for group in self.param_groups):
             term = -term
@@ -480,6 +492,8 @@ class Method(Optimizer):
         for part in self.parts.values():
             part._close()
             part._guard.remove()
+            if part._coverage is not None:
+                part._coverage.close()
             part._closed = True
 
     def _close(self) -> None:

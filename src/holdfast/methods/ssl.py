@@ -14,7 +14,7 @@ from holdfast.importance import precise
 from holdfast.methods.anchor import Form, check_finite
 from holdfast.methods.mas import MAS, squared_norm
 from holdfast.methods.memory import Kind
-from holdfast.methods.method import Coverage, Method
+from holdfast.methods.method import Method
 from holdfast.methods.settings import Count, NonNegative
 from holdfast.neurons.kinds import width_of
 from holdfast.samples import Batch, select, sum_over_samples, without_ignored
@@ -94,6 +94,7 @@ class SSL(MAS):
     {'0': (8,)}
     """
 
+    reads_forward: ClassVar = True
     remembers: ClassVar = {**MAS.remembers, "_neurons": Kind(_layers, exact=True, least=0)}
 
     sparsity: float
@@ -112,9 +113,7 @@ class SSL(MAS):
         super().__init__(model, optimizer, strength=strength, samples=samples, form=form)
         self._set(sparsity=sparsity)
         self._taps = ActivationTaps(self.model, observe)
-        self._coverage = Coverage(self.model)
-        for taps in (self._taps, self._coverage):
-            weakref.finalize(self, taps.close).atexit = False
+        weakref.finalize(self, self._taps.close).atexit = False
         self._neurons: dict[str, Tensor] = {}
         self._newest: dict[str, Tensor] = {}
 
@@ -131,7 +130,6 @@ class SSL(MAS):
 
     def _penalty(self) -> Tensor:
         kept = self._taps.take()
-        self._coverage.cover()
         if self.sparsity == 0:
             return super()._penalty()
         if not kept:
@@ -151,12 +149,7 @@ class SSL(MAS):
             term: Tensor = crowded(layers, self.sparsity)
         return term + super()._penalty() if self.form == "loss" else term
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._coverage.restart()
-
     def _update(self) -> None:
-        self._coverage.check(needed=self._adds_penalty)
         super()._update()
         if not self._adds_penalty:
             self._taps.take()  # free the memory
@@ -217,4 +210,3 @@ class SSL(MAS):
 
     def _close(self) -> None:
         self._taps.close()
-        self._coverage.close()
