@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from holdfast.methods import METHODS
+from holdfast.methods import HELPERS, METHODS
 from holdfast.models import mlp
 
 SEEDS, EPOCHS, BATCH = 3, 12, 16
@@ -26,7 +26,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what differs from the defaults: tasks
     "si": {"strength": 1.0},
 }
 BOUNDS = {"finetune", "joint", "separate"}
-HELPERS = {"compact"}
 
 
 @cache

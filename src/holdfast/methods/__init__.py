@@ -47,6 +47,8 @@ METHODS: Registry["type[Method]"] = Registry(
 
 BOUNDS = frozenset({"joint", "separate"})
 """Methods that keep all data or train a fresh model for each task: upper bounds."""
+HELPERS = frozenset({"compact"})
+"""Methods that make room for others and do not prevent forgetting by themselves."""
 
 
 def parts_of(method: str) -> list[str]:
@@ -80,6 +82,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "BOUNDS",
+    "HELPERS",
     "METHODS",
     "CPC",
     "Compact",

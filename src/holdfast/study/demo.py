@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from holdfast.methods import METHODS
+from holdfast.methods import HELPERS, METHODS
 from holdfast.runs.plan import Plan
 from holdfast.study.defaults import defaults_for
 from holdfast.study.paper import FULLY_PLASTIC, OFF, actual
@@ -29,8 +29,9 @@ PROBED = ("npc", OFF)
 
 
 def runs(seeds: int, epochs: float) -> list[Run]:
-    """All methods, by seed."""
-    return [_run(method, seed, epochs) for seed in range(seeds) for method in (*METHODS, OFF)]
+    """All methods that work alone, by seed."""
+    compared = [method for method in (*METHODS, OFF) if method not in HELPERS]
+    return [_run(method, seed, epochs) for seed in range(seeds) for method in compared]
 
 
 def _run(method: str, seed: int, epochs: float) -> Run:
