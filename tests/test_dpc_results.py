@@ -119,3 +119,71 @@ def test_the_table_of_the_readme() -> None:
         assert all_rows()[known[name]].metric("final").percent() == number
     record = all_rows()["dpc rank=128"].records[0]
     assert f"needs {share(record):.2f} numbers per parameter" in " ".join(text.split())
+
+
+# ---- streams that nothing was tuned on ----
+
+UNTUNED = ("fine-tuning", "NPC", "EWC", "KFAC", "LwF", "DPC", "DPC without boundaries", "LwF+DPC", "joint")
+
+
+def untuned() -> dict[str, dict[str, Row]]:
+    """The rows by stream and label."""
+    found: dict[str, dict[str, Row]] = {}
+    labels = {label.lower(): label for label in UNTUNED} | {"finetune": "fine-tuning"}
+    for stream in ("digits", "pmnist", "rmnist"):
+        for row in rows(stream).values():
+            run = row.entries[0].run
+            found.setdefault(stream, {})[labels[run.name if run.name in labels else run.plan.method]] = row
+    return found
+
+
+def test_streams_that_nothing_was_tuned_on() -> None:
+    shown = {label: cells for label, *cells in table(3)}
+    assert list(shown) == list(UNTUNED)
+    for number, (stream, found) in enumerate(untuned().items()):
+        assert found.keys() == set(UNTUNED), stream
+        for label, row in found.items():
+            assert shown[label][number] == row.metric("final").percent(), (stream, label)
+            assert len(row.entries) == 3
+
+
+def test_their_settings_are_those_of_icifar100() -> None:
+    """But for rates, which are 1.46 divided by the steps of a task, and bounds of time and memory."""
+    chosen = {name: row.entries[0].run.plan for name, row in all_rows().items()}
+    for stream, found in untuned().items():
+        for label, row in found.items():
+            plan = row.entries[0].run.plan
+            ours, theirs = plan.settings, chosen[plan.method].settings
+            for name in {*ours, *theirs}:
+                part = name.rpartition(".")[2]
+                if part == "rate":
+                    assert ours[name] == pytest.approx(1.46 / row.records[0].steps[0], rel=0.05), (stream, label)
+                elif part not in ("samples", "rank", "every"):
+                    assert ours.get(name) == theirs.get(name), (stream, label, name)
+            assert plan.lr == chosen[plan.method].lr
+
+
+def test_kappa_does_not_carry_over() -> None:
+    found = {settings["kappa"]: final for method, _, final, settings in tried("pmnist-search") if method == "dpc"}
+    assert f"kappa 100 {100 * found[100]:.2f}, 10 {100 * found[10]:.2f}, 1 {100 * found[1]:.2f}" in PROSE
+    taken = [100 * value for record in untuned()["pmnist"]["DPC"].records for value in record.capacity[0].values()]
+    assert f"the first task takes {min(taken):.0f}% to {max(taken):.0f}% of the directions" in PROSE
+    lost = {}
+    for stream, found_rows in untuned().items():
+        told, untold = (found_rows[name].metric("final").mean for name in ("DPC", "DPC without boundaries"))
+        lost[stream] = f"{100 * (told - untold):.1f}"
+    assert f"loses** {lost['pmnist']} points on permuted and {lost['rmnist']} on rotated MNIST" in PROSE
+    assert float(lost["digits"]) <= 0
+
+
+def test_compact() -> None:
+    records = {}
+    for entry in Study(RESULTS / "pmnist-search").entries:
+        settings = entry.run.plan.settings
+        if settings.get("dpc.kappa", settings.get("kappa")) == 10:
+            records[settings.get("compact.weight", 0.0)] = entry.record
+    for label, taken, last, forgetting, average in table(4):
+        record = records[0.0 if label == "none" else float(label)]
+        assert taken == ", ".join(f"{100 * value:.0f}%" for value in record.capacity[-1].values())
+        numbers = record.matrix[-1][-1], record.summary["forgetting"], record.summary["final"]
+        assert [last, forgetting, average] == [f"{100 * value:.2f}" for value in numbers]

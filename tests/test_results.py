@@ -58,7 +58,7 @@ def test_every_run_is_whole(folder: Path) -> None:
     for entry in entries:
         assert entry.state == "finished"
         assert entry.record is not None
-        assert len(entry.record.matrix) == entry.run.tasks
+        assert len(entry.record.matrix) == (entry.run.tasks or len(entry.record.tasks))
         assert set(entry.record.versions) == {"holdfast", "torch", "python"}
         assert entry.record.device
         assert sum(entry.record.seconds.values()) > 0
