@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("taps",),
     ("neurons", "samples"),
     ("importance", "plasticity", "directions"),
-    ("atomic", "compiling", "errors", "registry", "version"),
+    ("atomic", "compiling", "errors", "registry", "text", "version"),
 )
 """Packages and single modules, from top to bottom. A package imports only from lower levels, and from itself."""
 ENTRIES = ("__init__", "__main__")

@@ -17,6 +17,7 @@ from holdfast.samples import (
     samples_of,
     select,
 )
+from holdfast.text import table
 
 Metric = Callable[[Any, Any], Any]
 """Maps the model's outputs and the labels of a batch to a number."""
@@ -89,11 +90,7 @@ class Forgetting:
         rows = [[name, "before", "after", "change"]]
         for each, values in self.as_dict().items():
             rows.append([each, *(f"{values[key]:.4f}" for key in ("before", "after")), f"{values['change']:+.4f}"])
-        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return "\n".join(
-            "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))])
-            for row in rows
-        )
+        return table(rows)
 
     def _measure(self) -> dict[str, float]:
         with torch.no_grad(), evaluating(self.model):

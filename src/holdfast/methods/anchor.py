@@ -99,9 +99,10 @@ class Anchored(Method):
         known = set(before.values())
         replaced = [name for p, name in self._names.items() if p not in before and name in known & self._anchor.keys()]
         if replaced:
+            name = type(self).__name__
             warn(
-                f"these parameters were replaced: {', '.join(replaced)}; {type(self).__name__} pulls them to "
-                "the values of their predecessors after earlier tasks; if they should learn freely, build a new one"
+                f"these parameters were replaced: {', '.join(replaced)}; {name} pulls them to "
+                f"the values of their predecessors after earlier tasks; to let them learn freely, build a new {name}"
             )
 
     @property

@@ -237,7 +237,7 @@ class Method(Optimizer):
             self._coverage.restart()
 
     def _trained(self) -> set[nn.Parameter]:
-        return {parameter for group in self.param_groups for parameter in group["params"]}
+        return set(self._held_now())
 
     # ---- a step ----
 
@@ -536,7 +536,7 @@ class Coverage:
         if needed and missing:
             raise ValueError(
                 "the loss has a forward without its penalty: call penalty() right after each forward whose loss is "
-                "stepped, and add them up; after other backwards, call zero_grad()"
+                "stepped, and add all of them to the loss; after any other backward, call zero_grad()"
             )
 
     def close(self) -> None:

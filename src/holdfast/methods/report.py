@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.neurons import listed, pattern_of
+from holdfast.text import table
 
 
 class LayerReport(NamedTuple):
@@ -54,7 +55,7 @@ class Report:
             f"{self.free:,} others are free"
         ]
         if self.layers:
-            lines += ["", *_aligned([_HEADINGS, *self._rows()])]
+            lines += ["", table([_HEADINGS, *self._rows()], left=(0, 2))]
         if self.uncontrolled:
             names = sorted(self.uncontrolled, key=lambda name: -self.uncontrolled[name])
             lines += ["", f"not controlled: {listed(names)}"]
@@ -82,13 +83,3 @@ class Report:
 
 
 _HEADINGS = ("layer", "neurons", "measured at", "parameters", "share", "directed", "bytes")
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, names to the left and numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    names = (0, 2)
-    return [
-        "  ".join(f"{cell:{'<' if i in names else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
-        for row in rows
-    ]

@@ -262,7 +262,7 @@ def _collection_paused() -> Iterator[None]:
 
 
 def _share_numbers(record: Record | None, numbers: dict[float, float]) -> None:
-    """Keep equal accuracies of many curves once: there are not more of them than images, and curves are most of it."""
+    """Share equal accuracies between curves, which take most of the memory and have few distinct values."""
     for mark in record.curves if record is not None else ():
         mark["accuracy"] = [numbers.setdefault(value, value) for value in mark["accuracy"]]
 

@@ -1,6 +1,6 @@
-"""Taps of the way from a forward to a step: forwards used in a backward, gradients changed after it, steps taken."""
+"""Taps of backward passes and optimizer steps."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.taps.hooks import Taps
+from holdfast.taps.hooks import Taps, tensors_in
 
 
 class ForwardTap:
@@ -43,7 +43,7 @@ class ForwardTap:
         if torch.compiler.is_compiling():
             return
         self.last += 1
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._use, self.last))
 
@@ -102,11 +102,3 @@ def before_step(optimizer: Optimizer, tap: Callable[[], None]) -> RemovableHandl
 def _norm(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(gradient.detach().to_dense(), dtype=torch.float64)
     return norm
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in an output: a tensor, or a tuple, list or dictionary of them."""
-    if isinstance(output, Tensor):
-        return [output]
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [part for part in parts if isinstance(part, Tensor)]
