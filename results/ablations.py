@@ -96,6 +96,93 @@ class WarmHead(DPC):
             self._count.zero_()
 
 
+class TwoPhases(DPC):
+    """Learns each task in two phases of equal length, with the Fisher information of each parameter in the second.
+
+    It is the sum of squared gradients of batches, and `old` is its sum over finished tasks.
+    """
+
+    length = 2929  # the steps of a task of 30 of the paper's epochs
+
+    def _begin(self, parameters: list[nn.Parameter]) -> None:
+        if not hasattr(self, "_count"):
+            self._count = torch.zeros((), device=parameters[0].device)
+            self._old, self._fisher, self._kept = ([torch.zeros_like(p) for p in parameters] for _ in range(3))
+        self._count += 1
+
+    def _snapshot(self, kept: list[Tensor], parameters: list[nn.Parameter], now: Tensor) -> None:
+        for tensor, parameter in zip(kept, parameters, strict=True):
+            tensor.copy_(torch.where(now, parameter.detach(), tensor))
+
+    def _measure(self, parameters: list[nn.Parameter], now: Tensor) -> None:
+        for tensor, parameter in zip(self._fisher, parameters, strict=True):
+            assert parameter.grad is not None
+            tensor.add_(parameter.grad.square() * now)
+
+    def _remember(self, found: Mapping[str, Moment], unread: list[str]) -> None:
+        super()._remember(found, unread)
+        if hasattr(self, "_count"):
+            self._count.zero_()
+            torch._foreach_add_(self._old, self._fisher)
+            torch._foreach_zero_(self._fisher)
+
+
+class Merged(TwoPhases):
+    """Learns a task under protection (w_1), then freely (w_2), and merges both at its end, neuron by neuron.
+
+        w = w_1 + m (w_2 - w_1),   m = sum F (w_2 - w_1)^2 / sum (F + F_old) (w_2 - w_1)^2
+
+    Like BECAME (Li et al., 2025), which merges whole networks.
+    """
+
+    def _change(self, shares: Tensor) -> None:
+        moving = self._moving()
+        parameters = [parameter for parameter, _, _ in moving]
+        self._begin(parameters)
+        free = self._count > self.length // 2
+        self._measure(parameters, free)
+        self._snapshot(self._kept, parameters, self._count == self.length // 2 + 1)
+        super()._change(torch.where(free, torch.ones_like(shares), shares) if self.tasks else shares)
+        if self.tasks:
+            self._merge(moving, self._count == self.length)
+
+    def _merge(self, moving: list[Any], now: Tensor) -> None:
+        for (parameter, _, spread), kept, new, old in zip(moving, self._kept, self._fisher, self._old, strict=True):
+            way = parameter.detach() - kept
+            gained, lost = spread.sum(new * way**2), spread.sum(old * way**2)
+            merged = kept + spread(gained / (gained + lost).clamp(min=1e-30)) * way
+            parameter.detach().copy_(torch.where(now, merged, parameter.detach()))
+
+
+class Attracted(TwoPhases):
+    """Learns a task freely, starts again, and learns it under protection and with a pull toward the free weights.
+
+    The pull is that of EWC, with the Fisher information of the free weights relative to its mean. Like AFEC (Wang et
+    al., NeurIPS 2021).
+    """
+
+    pull = 0.01
+
+    def _change(self, shares: Tensor) -> None:
+        parameters = [parameter for parameter, _, _ in self._moving()]
+        if self.tasks == 0:
+            super()._change(shares)
+            return
+        self._begin(parameters)
+        if not hasattr(self, "_origin"):
+            self._origin = [torch.zeros_like(p) for p in parameters]
+        self._snapshot(self._origin, parameters, self._count == 1)
+        again, free = self._count == self.length // 2 + 1, self._count <= self.length // 2
+        self._measure(parameters, free)
+        self._snapshot(self._kept, parameters, again)
+        for parameter, start, kept, fisher in zip(parameters, self._origin, self._kept, self._fisher, strict=True):
+            assert parameter.grad is not None
+            parameter.detach().copy_(torch.where(again, start, parameter.detach()))
+            strength = (self.pull * fisher / fisher.mean().clamp(min=1e-30)).clamp(max=1.0)
+            parameter.grad.add_(torch.where(free | again, 0.0, strength * (parameter.detach() - kept)))
+        super()._change(torch.where(free, torch.ones_like(shares), shares))
+
+
 # ---- other ways to sum A over tasks ----
 
 
@@ -169,7 +256,19 @@ class LayerKappa(DPC):
         }
 
 
-for _kind in (ProductForm, Sharp, FinishedTasks, WarmHead, Mean, Maximum, Decaying, Kronecker, LayerKappa):
+for _kind in (
+    ProductForm,
+    Sharp,
+    FinishedTasks,
+    WarmHead,
+    Merged,
+    Attracted,
+    Mean,
+    Maximum,
+    Decaying,
+    Kronecker,
+    LayerKappa,
+):
     METHODS[_kind.__name__.lower()] = _kind
 
 # ---- the rows ----
@@ -212,12 +311,18 @@ ABLATIONS = {
     "kappa by layer": Ablation("layerkappa", CHOSEN),
     "plasticity from finished tasks": Ablation("finishedtasks", CHOSEN),
     "head warmed up": Ablation("warmhead", CHOSEN),
+    "merged with free weights": Ablation("merged", CHOSEN),
+    "pulled to free weights": Ablation("attracted", CHOSEN),
     "dpc, rate decays to 0.1": Ablation("dpc", CHOSEN, decay=0.1),
     "dpc, rate 0.2 decays to 0.03": Ablation("dpc", CHOSEN, lr=0.2, decay=0.03),
+    "dpc, rate decays to 0.01": Ablation("dpc", CHOSEN, decay=0.01),
     "dpc, rate decays to 0.1, kappa 30": Ablation("dpc", {**CHOSEN, "kappa": 30.0}, decay=0.1),
     "lwf+dpc": Ablation("lwf+dpc", around()),
     "lwf+dpc, rate decays to 0.1": Ablation("lwf+dpc", around(), decay=0.1),
     "lwf+dpc, rate 0.2 decays to 0.03": Ablation("lwf+dpc", around(), lr=0.2, decay=0.03),
+    "lwf+dpc, rate decays to 0.01": Ablation("lwf+dpc", around(), decay=0.01),
+    "lwf+dpc, rate decays to 0.1, kappa 30": Ablation("lwf+dpc", around(kappa=30.0), decay=0.1),
+    "lwf+dpc, rate decays to 0.1, weight 0.2": Ablation("lwf+dpc", around(weight=0.2), decay=0.1),
     "lwf+dpc, weight 0.2": Ablation("lwf+dpc", around(weight=0.2)),
     "lwf+dpc, temperature 1": Ablation("lwf+dpc", around(temperature=1.0)),
     "lwf+dpc, temperature 4": Ablation("lwf+dpc", around(temperature=4.0)),
@@ -225,6 +330,8 @@ ABLATIONS = {
     "npc, rate decays to 0.1": Ablation("npc", {"beta": 0.7, "rate": 5e-4}, decay=0.1),
     "ewc, rate decays to 0.1": Ablation("ewc", {"strength": 300.0}, lr=0.05, decay=0.1),
     "lwf, rate decays to 0.1": Ablation("lwf", {"weight": 0.1}, lr=0.05, decay=0.1),
+    "lwf, rate 0.1 decays to 0.01": Ablation("lwf", {"weight": 0.1}, decay=0.1),
+    "kfac, rate decays to 0.1": Ablation("kfac", {"strength": 100.0}, lr=0.05, decay=0.1),
     "joint, rate decays to 0.1": Ablation("joint", lr=0.05, decay=0.1),
 }
 

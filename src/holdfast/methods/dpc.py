@@ -64,24 +64,22 @@ class Side(NamedTuple):
         weight, *bias = (tensors[index].to(dtype) for index in self.indices)
         return self.layout.matrix(weight), bias[0].view(self.layout.groups, -1, 1) if bias else None
 
-    def write_(self, tensors: Sequence[Tensor], matrices: tuple[Tensor, Tensor | None]) -> None:
-        """The inverse of `matrices`, in place."""
-        weight = tensors[self.indices[0]]
-        weight.copy_(self.layout.weight(matrices[0], weight.shape))
-        if matrices[1] is not None:
-            bias = tensors[self.indices[1]]
-            bias.copy_(matrices[1].reshape(bias.shape))
+    def tensors(self, tensors: Sequence[Tensor], matrices: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+        """The inverse of `matrices`: new tensors like those at the indices."""
+        weight, *bias = (tensors[index] for index in self.indices)
+        found = [self.layout.weight(matrices[0], weight.shape).to(weight.dtype)]
+        return found if matrices[1] is None else [*found, matrices[1].reshape(bias[0].shape).to(bias[0].dtype)]
 
 
-def direct_all_(
+def direct_all(
     shares: Tensor,
     widths: list[int],
     changing: Sequence[Tensor],
     sides: Sequence[Side],
     before: Sequence[Tensor] | None,
     kappa: float,
-) -> None:
-    """Change the weight and bias of every product by s G + (1 - s) G P instead of G, in place.
+) -> list[Tensor]:
+    """Change the weight and bias of every product by s G + (1 - s) G P instead of G.
 
     Args:
         shares: the plasticity s of all neurons of all layers.
@@ -90,13 +88,17 @@ def direct_all_(
         sides: the input sides of the products.
         before: the parameters before their step, or None for gradients.
         kappa: the strength of the protection.
+
+    Returns:
+        For each index of each side, the other gradient, or the other value of the parameter, as a new tensor.
     """
     split = torch.split(shares, widths)
+    found: list[Tensor] = []
     for side in sides:
         weight, bias = side.matrices(changing)
         share = split[side.number].to(weight).view(side.layout.groups, -1, 1)
         if before is None:
-            side.write_(changing, side.directed(weight, bias, share, kappa))
+            found += side.tensors(changing, side.directed(weight, bias, share, kappa))
             continue
         old_weight, old_bias = side.matrices(before)
         change = None if bias is None or old_bias is None else bias - old_bias
@@ -105,7 +107,8 @@ def direct_all_(
         moved = torch.where(plastic, weight, old_weight + moved)
         if bias is not None and old_bias is not None and moved_bias is not None:
             moved_bias = torch.where(plastic, bias, old_bias + moved_bias)
-        side.write_(changing, (moved, moved_bias))
+        found += side.tensors(changing, (moved, moved_bias))
+    return found
 
 
 class DPC(NPC):
@@ -273,20 +276,19 @@ class DPC(NPC):
         moving = self._moving()
         parameters = [parameter for parameter, _, _ in moving]
         sides = self._sides({parameter: index for index, parameter in enumerate(parameters)})
-        directed = {index for side in sides for index in side.indices}
-        others = [index for index in range(len(parameters)) if index not in directed]
+        directed = [index for side in sides for index in side.indices]
+        others = sorted(set(range(len(parameters))).difference(directed))
         owners = [(moving[index][1], moving[index][2]) for index in others]
-        direct, limit = self._compiled_like_model(direct_all_), self._compiled_like_model(limit_all)
+        direct, limit = self._compiled_like_model(direct_all), self._compiled_like_model(limit_all)
 
         def limit_or_direct(changing: list[Tensor], before: list[Tensor] | None) -> list[Tensor]:
             earlier = None if before is None else [before[index] for index in others]
             limited = limit(shares, self._widths, [changing[index] for index in others], owners, earlier)
-            if before is None:
-                changing = [each.clone() if index in directed else each for index, each in enumerate(changing)]
-            direct(shares, self._widths, changing, sides, before, self.kappa)
-            for index, tensor in zip(others, limited, strict=True):
-                changing[index] = tensor
-            return changing
+            moved = direct(shares, self._widths, changing, sides, before, self.kappa)
+            if before is not None:
+                torch._foreach_copy_([changing[index] for index in directed], moved)
+            found = dict(zip([*others, *directed], [*limited, *moved], strict=True))
+            return [found[index] for index in range(len(changing))]
 
         self._limited_step(parameters, limit_or_direct)
 
