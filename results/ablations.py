@@ -256,6 +256,12 @@ class LayerKappa(DPC):
         }
 
 
+class FullerLayers(LayerKappa):
+    """The same with a larger share."""
+
+    share = 0.85
+
+
 for _kind in (
     ProductForm,
     Sharp,
@@ -268,6 +274,7 @@ for _kind in (
     Decaying,
     Kronecker,
     LayerKappa,
+    FullerLayers,
 ):
     METHODS[_kind.__name__.lower()] = _kind
 
@@ -289,9 +296,9 @@ class Ablation:
 CHOSEN: dict[str, Any] = {"beta": 0.4, "kappa": 100.0, "rank": 128}
 
 
-def around(weight: float = 0.1, temperature: float = 2.0, **settings: Any) -> dict[str, Any]:
-    """Settings of LwF around DPC."""
-    inner = {f"dpc.{name}": value for name, value in {**CHOSEN, "beta": 0.5, "kappa": 10.0, **settings}.items()}
+def around(weight: float = 0.1, temperature: float = 2.0, form: str = "dpc", **settings: Any) -> dict[str, Any]:
+    """Settings of LwF around DPC, or around another form of it."""
+    inner = {f"{form}.{name}": value for name, value in {**CHOSEN, "beta": 0.5, "kappa": 10.0, **settings}.items()}
     return {"lwf.weight": weight, "lwf.temperature": temperature, **inner}
 
 
@@ -309,6 +316,7 @@ ABLATIONS = {
     "maximum over tasks": Ablation("maximum", CHOSEN),
     "earlier tasks count less": Ablation("decaying", CHOSEN),
     "kappa by layer": Ablation("layerkappa", CHOSEN),
+    "kappa by layer, fuller": Ablation("fullerlayers", CHOSEN),
     "plasticity from finished tasks": Ablation("finishedtasks", CHOSEN),
     "head warmed up": Ablation("warmhead", CHOSEN),
     "merged with free weights": Ablation("merged", CHOSEN),
@@ -326,6 +334,9 @@ ABLATIONS = {
     "lwf+dpc, weight 0.2": Ablation("lwf+dpc", around(weight=0.2)),
     "lwf+dpc, temperature 1": Ablation("lwf+dpc", around(temperature=1.0)),
     "lwf+dpc, temperature 4": Ablation("lwf+dpc", around(temperature=4.0)),
+    "lwf+dpc, earlier tasks count less": Ablation("lwf+decaying", around(form="decaying")),
+    "lwf+dpc, kappa by layer": Ablation("lwf+layerkappa", around(form="layerkappa")),
+    "lwf+dpc, without boundaries": Ablation("lwf+dpc", around(every=100)),
     "fine-tuning, rate decays to 0.1": Ablation("finetune", lr=0.05, decay=0.1),
     "npc, rate decays to 0.1": Ablation("npc", {"beta": 0.7, "rate": 5e-4}, decay=0.1),
     "ewc, rate decays to 0.1": Ablation("ewc", {"strength": 300.0}, lr=0.05, decay=0.1),
