@@ -413,6 +413,45 @@ def test_precision_and_determinism_hold_during_a_run_and_no_longer() -> None:
     assert torch.bfloat16 in outputs
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_threads_are_those_of_the_plan_during_a_run_and_no_longer(threads: int) -> None:
+    seen = []
+    torch.set_num_threads(2)
+    try:
+        record = train(
+            stream(), plan(threads=threads), device="cpu", tell=lambda _: seen.append(torch.get_num_threads())
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert set(seen) == {threads}
+    assert record.plan["threads"] == threads
+
+
+def test_a_resumed_run_keeps_its_threads(tmp_path: Path) -> None:
+    seen = []
+
+    def stop(_: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(stream(), plan(threads=2), device="cpu", folder=tmp_path, tell=stop)
+    record = train(
+        stream(), plan(threads=1), device="cpu", folder=tmp_path, tell=lambda _: seen.append(torch.get_num_threads())
+    )
+    assert set(seen) == {2}
+    assert record.plan["threads"] == 2
+
+
+def test_a_checkpoint_from_before_a_field_of_the_plan_is_resumed(tmp_path: Path) -> None:
+    whole = outcome(train(stream(), plan(), device="cpu", folder=tmp_path))
+    state = checkpoint.load(tmp_path / "checkpoint.pt")
+    assert state is not None
+    assert state["run"].pop("threads") == 1
+    checkpoint.save(tmp_path / "checkpoint.pt", state)
+    assert outcome(train(stream(), plan(), device="cpu", folder=tmp_path)) == whole
+
+
 def test_settings_that_a_method_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"settings of ewc: .*unexpected keyword argument 'beta'"):
         train(stream(), plan("ewc", settings={"beta": 1}), device="cpu")

@@ -27,7 +27,7 @@ from holdfast.runs.environment import (
     peak_memory,
     versions,
 )
-from holdfast.runs.plan import Plan
+from holdfast.runs.plan import Plan, default_plan
 from holdfast.runs.probe import SAMPLES, Probe
 from holdfast.runs.record import Point, Record
 from holdfast.runs.stepping import Stepper
@@ -75,13 +75,18 @@ def train(
         stream: the tasks.
         plan: the method, the model and all other choices.
         device: "cpu" or "cuda". By default a GPU if there is one.
-        folder: the folder for checkpoints. An interrupted run resumes from there, with the same result to the bit.
+        folder: the folder for checkpoints. An interrupted run resumes from there, with the same result to the bit: it
+            keeps the number of threads with which it began.
         save_every: the seconds between two checkpoints.
         tell: called after every step with the progress of the run.
         mark: called with every point of the curves, the end of each task included. A resumed run repeats the points
             from before the interruption.
     """
     chosen = choose_device(device)
+    path = None if folder is None else Path(folder) / "checkpoint.pt"
+    state = None if path is None else checkpoint.load(path)
+    if state is not None:
+        plan = dataclasses.replace(plan, threads=_planned(state)["threads"])
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with (
         exclusive(),
@@ -91,8 +96,7 @@ def train(
         interrupt_event() as interrupted,
         closing(_Training(stream, plan, chosen)) as run,
     ):
-        path = None if folder is None else Path(folder) / "checkpoint.pt"
-        if path is not None and (state := checkpoint.load(path)) is not None:
+        if path is not None and state is not None:
             run.load_state_dict(state, path)
             if mark is not None:
                 for point in run.record.timeline:
@@ -351,7 +355,7 @@ class _Training:
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         """Resume from the state in the checkpoint at `path`."""
-        self._check_identity(state["run"], path)
+        self._check_identity(_planned(state), path)
         self.task, self.step = state["task"], state["step"]
         for _ in range(min(self.task, len(self.stream.tasks) - 1)):
             self._grow()
@@ -380,6 +384,11 @@ class _Training:
                     f"{path} belongs to another run: it has {name} {saved.get(name)!r}, this run has {value!r}; "
                     "use another folder, or delete this one"
                 )
+
+
+def _planned(state: dict[str, Any]) -> dict[str, Any]:
+    """The values that tell the run of a checkpoint from others. Fields that are newer than it have their defaults."""
+    return {**default_plan(), **state["run"]}
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
