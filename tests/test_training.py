@@ -117,6 +117,14 @@ def test_validation_images_instead_of_test_images() -> None:
         train(stream(validation=0), plan(evaluate_on="validation"), device="cpu")
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_batches_of_an_evaluation_do_not_change_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, how = stream(each=40), plan("npc", model="small_cnn", curve=4, epochs=6)
+    whole = outcome(train(made, how, device="cpu"))
+    monkeypatch.setitem(training._EVALUATION_BATCH, "cpu", size)
+    assert outcome(train(made, how, device="cpu")) == whole
+
+
 # ---- going on ----
 
 

@@ -38,7 +38,8 @@ __all__ = ["Interrupted", "Progress", "choose_device", "train"]
 
 _NOT_FINITE = "the loss or an output was not finite: try a smaller learning rate"
 _CHECK_EVERY = 100  # steps between checks for a loss that is not finite; each check synchronizes with the device
-_EVALUATION_BATCH = 1000
+_EVALUATION_BATCH = {"cpu": 128, "cuda": 1000}
+"""Images per batch of an evaluation. On a CPU the activations of more images do not fit into its caches."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class _Training:
         if len(indices) == 0:
             raise ValueError(f"task {number + 1} has no {self.plan.evaluate_on} images")
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        for x, y in Batches(self.images, task, indices, _EVALUATION_BATCH):
+        for x, y in Batches(self.images, task, indices, _EVALUATION_BATCH[self.device.type]):
             with autocast(self.plan, self.device):
                 outputs = self.model(x)
             self.outputs_finite &= outputs.isfinite().all()
