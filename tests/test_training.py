@@ -40,8 +40,10 @@ def stream(classes: int = 6, each: int = 20, validation: float = 0.2) -> Stream:
     return split(Source("spots", part(each), part(10), names), Frame(8, padding=1), per_task=2, validation=validation)
 
 
-def plan(method: str = "finetune", **knobs: Any) -> Plan:
-    return Plan(method, **{"model": "mlp", "batch": 8, "epochs": 3, "epoch": "task", "lr": 0.1, **knobs})
+def plan(method: str = "finetune", settings: dict[str, Any] | None = None, **knobs: Any) -> Plan:
+    return Plan(
+        method, settings or {}, **{"model": "mlp", "batch": 8, "epochs": 3, "epoch": "task", "lr": 0.1, **knobs}
+    )
 
 
 def outcome(record: Record) -> dict[str, Any]:
@@ -123,6 +125,25 @@ def test_the_batches_of_an_evaluation_do_not_change_it(size: int, monkeypatch: p
     whole = outcome(train(made, how, device="cpu"))
     monkeypatch.setitem(training._EVALUATION_BATCH, "cpu", size)
     assert outcome(train(made, how, device="cpu")) == whole
+
+
+@pytest.mark.parametrize("method", ["ewc", "mas", "ssl"])
+def test_a_run_measures_on_as_many_samples_as_its_training_pays_for(method: str) -> None:
+    made = stream(each=200, validation=0)  # 400 images in each task
+    assert train(made, plan(method, epochs=1), device="cpu").settings["samples"] == 256  # the fewest
+    assert train(made, plan(method, epochs=40), device="cpu").settings["samples"] == 40 * 400 // 50
+    assert "samples" not in train(made, plan(method, epochs=50), device="cpu").settings  # all are cheap enough
+    assert "samples" not in train(made, plan(method, epochs=1, epoch="paper"), device="cpu").settings
+    assert train(made, plan(method, {"samples": 399}, epochs=1), device="cpu").settings["samples"] == 399
+
+
+def test_a_budget_of_samples_reaches_the_method_and_leaves_limits_alone() -> None:
+    made = stream(each=200, validation=0)
+    run = training._Training(made, plan("ewc+cpc", epochs=1), torch.device("cpu"))
+    assert run.method.samples == 256
+    assert run.record.settings["ewc.samples"] == 256
+    assert training._budgets(made, plan("kfac", epochs=1)) == {}  # its default is a limit
+    assert training._budgets(made, plan("npc", epochs=1)) == {}
 
 
 # ---- going on ----

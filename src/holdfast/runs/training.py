@@ -40,6 +40,8 @@ _NOT_FINITE = "the loss or an output was not finite: try a smaller learning rate
 _CHECK_EVERY = 100  # steps between checks for a loss that is not finite; each check synchronizes with the device
 _EVALUATION_BATCH = {"cpu": 128, "cuda": 1000}
 """Images per batch of an evaluation. On a CPU the activations of more images do not fit into its caches."""
+_TRAINED_PER_SAMPLE = 50  # a sample of a consolidation takes up to about ten times as long as one of training
+_FEWEST_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class _Training:
         torch.manual_seed(plan.seed)
         compile_all = plan.compile and device.type == "cuda"  # on a CPU only the loss is compiled
         self.images = DeviceImages(stream, device, compile=compile_all)
+        self.settings = _budgets(stream, plan) | dict(plan.settings)
         self.model = build_model(plan.model, stream.shape, stream.outputs, plan.width).to(device)
         self.growing = self._make_head_growing() if plan.heads == "growing" else None
         if compile_all:
@@ -153,7 +156,7 @@ class _Training:
             stream=stream.name,
             tasks=[task.name for task in stream.tasks],
             plan=plan.as_dict(),
-            settings=_settings(plan),
+            settings=_all_settings(plan.method, self.settings),
             device=device_name(device),
             versions=versions(),
             steps=[plan.steps(stream, task) for task in stream.tasks],
@@ -174,7 +177,7 @@ class _Training:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=plan.lr)
         try:
             return build(
-                plan.method, self.model, optimizer, plan.settings, heads=[head], example=example, compile=plan.compile
+                plan.method, self.model, optimizer, self.settings, heads=[head], example=example, compile=plan.compile
             )
         except TypeError as error:
             raise ValueError(f"settings of {plan.method}: {error}") from error
@@ -392,7 +395,21 @@ def _planned(state: dict[str, Any]) -> dict[str, Any]:
     return {**default_plan(), **state["run"]}
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def _budgets(stream: Stream, plan: Plan) -> dict[str, Any]:
+    """Settings `samples` of the method, where neither the plan nor a default limits them and all samples cost too much.
+
+    A budget keeps each consolidation at about a fifth of the training of its task. It follows from the plan and the
+    stream only. The paper's epochs have none, since its experiments measure on all samples.
+    """
+    trained = min(plan.steps(stream, task) * min(plan.batch, len(task.train)) for task in stream.tasks)
+    budget = max(_FEWEST_SAMPLES, trained // _TRAINED_PER_SAMPLE)
+    if plan.epoch == "paper" or budget >= max(len(task.train) for task in stream.tasks):
+        return {}
+    defaults = defaults_of(plan.method).items()
+    return {name: budget for name, value in defaults if value is None and name.rpartition(".")[2] == "samples"}
+
+
+def _all_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     """All settings of the method that are plain values, including defaults."""
-    defaults = {name: value for name, value in defaults_of(plan.method).items() if value is not None}
-    return {**defaults, **plan.settings}
+    defaults = {name: value for name, value in defaults_of(method).items() if value is not None}
+    return {**defaults, **settings}
