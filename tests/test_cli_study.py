@@ -90,14 +90,15 @@ def test_what_is_said_reaches_the_plan(run: Run, folder: Path) -> None:
             "--precision",
             "bf16",
         ),
-        *("--epoch", "task", "--name", "mine", "--out", "here", "--deterministic", *SHORT),
+        *("--epoch", "task", "--name", "mine", "--out", "here", "--deterministic", "--threads", 2, *SHORT),
     )
     assert (code, err) == (0, "")
     (entry,) = Study(folder / "here").entries
     assert (entry.run.name, entry.run.tasks) == ("mine", 2)
     assert entry.run.plan == (
         Plan("ewc", {"strength": 3, "labels": "exact"}, "small_cnn", width=0.5, seed=5, lr=0.2, batch=32, epochs=1,
-             epoch="task", heads="growing", evaluate_on="validation", curve=3, precision="bf16", deterministic=True)
+             epoch="task", heads="growing", evaluate_on="validation", curve=3, precision="bf16", deterministic=True,
+             threads=2)
     )  # fmt: skip
 
 

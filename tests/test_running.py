@@ -20,7 +20,7 @@ from holdfast.errors import UserError
 from holdfast.runs.plan import Plan
 from holdfast.runs.training import Progress, train
 from holdfast.study import logs, processes, schedule, work
-from holdfast.study.processes import LocalExecutor, Share, share
+from holdfast.study.processes import LocalExecutor, jobs_for
 from holdfast.study.store import Entry, Run, Study, StudyError, claimed
 from holdfast.study.work import Execution, run_one
 from test_training import outcome
@@ -350,21 +350,29 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, number: signal.Signals) ->
 
 
 @pytest.mark.parametrize(
-    ("cores", "runs", "jobs", "expected"),
-    [(8, 20, None, (8, 1)), (8, 3, None, (3, 2)), (8, 1, None, (1, 8)), (8, 20, 2, (2, 4)), (2, 20, 5, (5, 1))],
+    ("cores", "threads", "jobs", "expected"),
+    [
+        (8, [1] * 20, None, 8),
+        (8, [1] * 3, None, 3),
+        (8, [1, 3, 2], None, 2),
+        (2, [4], None, 1),
+        (2, [1] * 20, 5, 5),
+        (2, [], None, 1),
+    ],
 )
 def test_a_cpu_is_shared_by_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, runs: int, jobs: int | None, expected: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: list[int], jobs: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    assert share(runs, Execution(device="cpu", jobs=jobs)) == Share(*expected)
+    runs = [run(seed=seed, threads=each) for seed, each in enumerate(threads)]
+    assert jobs_for(runs, Execution(device="cpu", jobs=jobs)) == expected
 
 
 @pytest.mark.parametrize(("free", "expected"), [(100, processes.RUNS_PER_GPU), (13, 2), (3, 1)])
 def test_a_gpu_is_shared_while_its_memory_allows(monkeypatch: pytest.MonkeyPatch, free: int, expected: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 200 * 2**30))
-    assert share(20, Execution()).jobs == expected
+    assert jobs_for([run(seed=seed) for seed in range(20)], Execution()) == expected
 
 
 def test_the_memory_of_a_gpu_that_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,11 @@ def test_the_method_may_stand_above_and_settings_are_added_to_those_above() -> N
 def test_every_key_of_a_plan_can_be_said() -> None:
     text = 'stream = "folder:~/birds?size=64"\nwidth = 0.5\nbatch = 8\nheads = "growing"\nevaluate_on = "validation"\n'
     text += 'model = "mlp"\nlr = 0.2\nepochs = 4\nepoch = "paper"\n'
-    text += 'curve = 10\nneurons = true\nprecision = "bf16"\ncompile = true\ndeterministic = true\n[[run]]\nmethod="si"'
+    text += 'curve = 10\nneurons = true\nprecision = "bf16"\ncompile = true\ndeterministic = true\n'
+    text += 'threads = 2\n[[run]]\nmethod="si"'
     plan = Plan("si", width=0.5, batch=8, heads="growing", evaluate_on="validation", curve=10, neurons=True,
                 model="mlp", lr=0.2, epochs=4, epoch="paper", precision="bf16", compile=True,
-                deterministic=True)  # fmt: skip
+                deterministic=True, threads=2)  # fmt: skip
     assert parse(text, "study.toml") == [Run.of("folder:~/birds?size=64", plan)]
 
 

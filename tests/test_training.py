@@ -40,8 +40,10 @@ def stream(classes: int = 6, each: int = 20, validation: float = 0.2) -> Stream:
     return split(Source("spots", part(each), part(10), names), Frame(8, padding=1), per_task=2, validation=validation)
 
 
-def plan(method: str = "finetune", **knobs: Any) -> Plan:
-    return Plan(method, **{"model": "mlp", "batch": 8, "epochs": 3, "epoch": "task", "lr": 0.1, **knobs})
+def plan(method: str = "finetune", settings: dict[str, Any] | None = None, **knobs: Any) -> Plan:
+    return Plan(
+        method, settings or {}, **{"model": "mlp", "batch": 8, "epochs": 3, "epoch": "task", "lr": 0.1, **knobs}
+    )
 
 
 def outcome(record: Record) -> dict[str, Any]:
@@ -115,6 +117,33 @@ def test_validation_images_instead_of_test_images() -> None:
     assert all((value * 8) % 1 == 0 for value in evaluated.matrix[-1])  # 8 validation images in a task, 20 for the test
     with pytest.raises(ValueError, match="task 1 has no validation images"):
         train(stream(validation=0), plan(evaluate_on="validation"), device="cpu")
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_batches_of_an_evaluation_do_not_change_it(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, how = stream(each=40), plan("npc", model="small_cnn", curve=4, epochs=6)
+    whole = outcome(train(made, how, device="cpu"))
+    monkeypatch.setitem(training._EVALUATION_BATCH, "cpu", size)
+    assert outcome(train(made, how, device="cpu")) == whole
+
+
+@pytest.mark.parametrize("method", ["ewc", "mas", "ssl"])
+def test_a_run_measures_on_as_many_samples_as_its_training_pays_for(method: str) -> None:
+    made = stream(each=200, validation=0)  # 400 images in each task
+    assert train(made, plan(method, epochs=1), device="cpu").settings["samples"] == 256  # the fewest
+    assert train(made, plan(method, epochs=40), device="cpu").settings["samples"] == 40 * 400 // 50
+    assert "samples" not in train(made, plan(method, epochs=50), device="cpu").settings  # all are cheap enough
+    assert "samples" not in train(made, plan(method, epochs=1, epoch="paper"), device="cpu").settings
+    assert train(made, plan(method, {"samples": 399}, epochs=1), device="cpu").settings["samples"] == 399
+
+
+def test_a_budget_of_samples_reaches_the_method_and_leaves_limits_alone() -> None:
+    made = stream(each=200, validation=0)
+    run = training._Training(made, plan("ewc+cpc", epochs=1), torch.device("cpu"))
+    assert run.method.samples == 256
+    assert run.record.settings["ewc.samples"] == 256
+    assert training._budgets(made, plan("kfac", epochs=1)) == {}  # its default is a limit
+    assert training._budgets(made, plan("npc", epochs=1)) == {}
 
 
 # ---- going on ----
@@ -411,6 +440,45 @@ def test_precision_and_determinism_hold_during_a_run_and_no_longer() -> None:
     finally:
         hook.remove()
     assert torch.bfloat16 in outputs
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_threads_are_those_of_the_plan_during_a_run_and_no_longer(threads: int) -> None:
+    seen = []
+    torch.set_num_threads(2)
+    try:
+        record = train(
+            stream(), plan(threads=threads), device="cpu", tell=lambda _: seen.append(torch.get_num_threads())
+        )
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert set(seen) == {threads}
+    assert record.plan["threads"] == threads
+
+
+def test_a_resumed_run_keeps_its_threads(tmp_path: Path) -> None:
+    seen = []
+
+    def stop(_: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(stream(), plan(threads=2), device="cpu", folder=tmp_path, tell=stop)
+    record = train(
+        stream(), plan(threads=1), device="cpu", folder=tmp_path, tell=lambda _: seen.append(torch.get_num_threads())
+    )
+    assert set(seen) == {2}
+    assert record.plan["threads"] == 2
+
+
+def test_a_checkpoint_from_before_a_field_of_the_plan_is_resumed(tmp_path: Path) -> None:
+    whole = outcome(train(stream(), plan(), device="cpu", folder=tmp_path))
+    state = checkpoint.load(tmp_path / "checkpoint.pt")
+    assert state is not None
+    assert state["run"].pop("threads") == 1
+    checkpoint.save(tmp_path / "checkpoint.pt", state)
+    assert outcome(train(stream(), plan(), device="cpu", folder=tmp_path)) == whole
 
 
 def test_settings_that_a_method_does_not_have() -> None:

@@ -295,7 +295,7 @@ def _plan(stream: str, method: str, settings: dict[str, Any], fields: dict[str, 
 
 @app.command()
 @plan_options(
-    *("epochs", "width", "evaluate_on", "curve", "precision", "compile"),
+    *("epochs", "width", "evaluate_on", "curve", "precision", "compile", "threads"),
     panel="Plan (defaults: the paper's, adapted to the hardware)",
 )
 def reproduce(

@@ -44,13 +44,15 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def numerics(plan: Plan) -> Iterator[None]:
-    """Set the precision and determinism of a plan; restore the previous settings on exit."""
+    """Set the precision, determinism and threads of a plan; restore the previous settings on exit."""
     matmul = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_WORKSPACE)
+    threads = torch.get_num_threads()
     torch.set_float32_matmul_precision("highest" if plan.precision == "float32" else "high")
     torch.backends.cudnn.allow_tf32 = plan.precision == "tf32"
+    torch.set_num_threads(plan.threads)
     if plan.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS requires it
         torch.use_deterministic_algorithms(True)
@@ -62,6 +64,7 @@ def numerics(plan: Plan) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.backends.cudnn.benchmark = benchmark
+        torch.set_num_threads(threads)
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
 

@@ -57,6 +57,8 @@ class Plan:
         compile: whether to compile the model and, on a GPU, to capture each step as a CUDA graph.
         deterministic: whether the same run must give the same bits on the same machine, on a GPU too. Slower: steps
             are not captured.
+        threads: the number of threads of torch on the CPU. Sums depend on it in their last bits, so it is part of the
+            plan and does not follow from the machine. Small models are fastest with one.
     """
 
     method: str
@@ -93,6 +95,7 @@ class Plan:
         default=False, metadata=_option("Compile the model and, on a GPU, capture steps as CUDA graphs.", negated=True)
     )
     deterministic: bool = field(default=False, metadata=_option("Bitwise reproducible, also on a GPU."))
+    threads: Natural = field(default=1, metadata=_option("Threads of each run on the CPU.", "N"))
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, Mapping):

@@ -27,7 +27,7 @@ from holdfast.runs.environment import (
     peak_memory,
     versions,
 )
-from holdfast.runs.plan import Plan
+from holdfast.runs.plan import Plan, default_plan
 from holdfast.runs.probe import SAMPLES, Probe
 from holdfast.runs.record import Point, Record
 from holdfast.runs.stepping import Stepper
@@ -38,7 +38,10 @@ __all__ = ["Interrupted", "Progress", "choose_device", "train"]
 
 _NOT_FINITE = "the loss or an output was not finite: try a smaller learning rate"
 _CHECK_EVERY = 100  # steps between checks for a loss that is not finite; each check synchronizes with the device
-_EVALUATION_BATCH = 1000
+_EVALUATION_BATCH = {"cpu": 128, "cuda": 1000}
+"""Images per batch of an evaluation. On a CPU the activations of more images do not fit into its caches."""
+_TRAINED_PER_SAMPLE = 50  # a sample of a consolidation takes up to about ten times as long as one of training
+_FEWEST_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,18 @@ def train(
         stream: the tasks.
         plan: the method, the model and all other choices.
         device: "cpu" or "cuda". By default a GPU if there is one.
-        folder: the folder for checkpoints. An interrupted run resumes from there, with the same result to the bit.
+        folder: the folder for checkpoints. An interrupted run resumes from there, with the same result to the bit: it
+            keeps the number of threads with which it began.
         save_every: the seconds between two checkpoints.
         tell: called after every step with the progress of the run.
         mark: called with every point of the curves, the end of each task included. A resumed run repeats the points
             from before the interruption.
     """
     chosen = choose_device(device)
+    path = None if folder is None else Path(folder) / "checkpoint.pt"
+    state = None if path is None else checkpoint.load(path)
+    if state is not None:
+        plan = dataclasses.replace(plan, threads=_planned(state)["threads"])
     gpus = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with (
         exclusive(),
@@ -91,8 +99,7 @@ def train(
         interrupt_event() as interrupted,
         closing(_Training(stream, plan, chosen)) as run,
     ):
-        path = None if folder is None else Path(folder) / "checkpoint.pt"
-        if path is not None and (state := checkpoint.load(path)) is not None:
+        if path is not None and state is not None:
             run.load_state_dict(state, path)
             if mark is not None:
                 for point in run.record.timeline:
@@ -129,6 +136,7 @@ class _Training:
         torch.manual_seed(plan.seed)
         compile_all = plan.compile and device.type == "cuda"  # on a CPU only the loss is compiled
         self.images = DeviceImages(stream, device, compile=compile_all)
+        self.settings = _budgets(stream, plan) | dict(plan.settings)
         self.model = build_model(plan.model, stream.shape, stream.outputs, plan.width).to(device)
         self.growing = self._make_head_growing() if plan.heads == "growing" else None
         if compile_all:
@@ -148,7 +156,7 @@ class _Training:
             stream=stream.name,
             tasks=[task.name for task in stream.tasks],
             plan=plan.as_dict(),
-            settings=_settings(plan),
+            settings=_all_settings(plan.method, self.settings),
             device=device_name(device),
             versions=versions(),
             steps=[plan.steps(stream, task) for task in stream.tasks],
@@ -169,7 +177,7 @@ class _Training:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=plan.lr)
         try:
             return build(
-                plan.method, self.model, optimizer, plan.settings, heads=[head], example=example, compile=plan.compile
+                plan.method, self.model, optimizer, self.settings, heads=[head], example=example, compile=plan.compile
             )
         except TypeError as error:
             raise ValueError(f"settings of {plan.method}: {error}") from error
@@ -321,7 +329,7 @@ class _Training:
         if len(indices) == 0:
             raise ValueError(f"task {number + 1} has no {self.plan.evaluate_on} images")
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        for x, y in Batches(self.images, task, indices, _EVALUATION_BATCH):
+        for x, y in Batches(self.images, task, indices, _EVALUATION_BATCH[self.device.type]):
             with autocast(self.plan, self.device):
                 outputs = self.model(x)
             self.outputs_finite &= outputs.isfinite().all()
@@ -351,7 +359,7 @@ class _Training:
 
     def load_state_dict(self, state: dict[str, Any], path: Path) -> None:
         """Resume from the state in the checkpoint at `path`."""
-        self._check_identity(state["run"], path)
+        self._check_identity(_planned(state), path)
         self.task, self.step = state["task"], state["step"]
         for _ in range(min(self.task, len(self.stream.tasks) - 1)):
             self._grow()
@@ -382,7 +390,26 @@ class _Training:
                 )
 
 
-def _settings(plan: Plan) -> dict[str, Any]:
+def _planned(state: dict[str, Any]) -> dict[str, Any]:
+    """The values that tell the run of a checkpoint from others. Fields that are newer than it have their defaults."""
+    return {**default_plan(), **state["run"]}
+
+
+def _budgets(stream: Stream, plan: Plan) -> dict[str, Any]:
+    """Settings `samples` of the method, where neither the plan nor a default limits them and all samples cost too much.
+
+    A budget keeps each consolidation at about a fifth of the training of its task. It follows from the plan and the
+    stream only. The paper's epochs have none, since its experiments measure on all samples.
+    """
+    trained = min(plan.steps(stream, task) * min(plan.batch, len(task.train)) for task in stream.tasks)
+    budget = max(_FEWEST_SAMPLES, trained // _TRAINED_PER_SAMPLE)
+    if plan.epoch == "paper" or budget >= max(len(task.train) for task in stream.tasks):
+        return {}
+    defaults = defaults_of(plan.method).items()
+    return {name: budget for name, value in defaults if value is None and name.rpartition(".")[2] == "samples"}
+
+
+def _all_settings(method: str, settings: dict[str, Any]) -> dict[str, Any]:
     """All settings of the method that are plain values, including defaults."""
-    defaults = {name: value for name, value in defaults_of(plan.method).items() if value is not None}
-    return {**defaults, **plan.settings}
+    defaults = {name: value for name, value in defaults_of(method).items() if value is not None}
+    return {**defaults, **settings}

@@ -11,7 +11,6 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -25,24 +24,17 @@ MEMORY_PER_RUN = 6 * 2**30
 _PAUSE = 0.2  # seconds between progress reports of a worker, and between repeated interrupts
 
 
-class Share(NamedTuple):
-    """The division of a machine among runs: the number of runs at once, and of threads for each."""
+def jobs_for(runs: Sequence[Run], execution: Execution) -> int:
+    """The number of runs at once on this machine.
 
-    jobs: int
-    threads: int
-
-
-def share(runs: int, execution: Execution) -> Share:
-    """Divide this machine among runs.
-
-    A CPU takes one run per core; fewer runs than cores get several threads each. A GPU takes as many
-    runs as give the highest throughput and fit into its free memory.
+    A CPU takes as many runs as it has cores for their threads. A GPU takes as many runs as give the highest throughput
+    and fit into its free memory.
     """
-    best = cores = torch.get_num_threads()
     if execution.on_gpu:
         best = min(RUNS_PER_GPU, torch.cuda.mem_get_info(choose_device(execution.device))[0] // MEMORY_PER_RUN)
-    jobs = max(1, min(runs, execution.jobs or best))
-    return Share(jobs, max(1, cores // jobs))
+    else:
+        best = torch.get_num_threads() // max((run.plan.threads for run in runs), default=1)
+    return max(1, min(len(runs), execution.jobs or best))
 
 
 # ---- in the parent process ----
@@ -67,13 +59,11 @@ class LocalExecutor:
 
     def __init__(self, study: Study, execution: Execution) -> None:
         self.study, self.execution = study, execution
-        self._threads = 1
         self._workers: list[_Worker] = []
 
     def open(self, runs: Sequence[Run]) -> int:
         prepare(runs, self.execution)
-        jobs, self._threads = share(len(runs), self.execution)
-        return jobs
+        return jobs_for(runs, self.execution)
 
     def start(self, run: Run) -> None:
         while True:
@@ -118,8 +108,7 @@ class LocalExecutor:
     def _spawn(self) -> _Worker:
         context = get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = theirs, self.study.folder, self.execution, self._threads
-        process = context.Process(target=_work, args=arguments, daemon=True)
+        process = context.Process(target=_work, args=(theirs, self.study.folder, self.execution), daemon=True)
         resource_tracker.ensure_running()  # now, because starting it unblocks interrupts
         with _interrupts_deferred():
             process.start()
@@ -177,13 +166,12 @@ def _interrupts_deferred() -> Iterator[None]:
 # ---- in a worker process ----
 
 
-def _work(pipe: Connection, folder: Path, execution: Execution, threads: int) -> None:
+def _work(pipe: Connection, folder: Path, execution: Execution) -> None:
     """Execute the runs received through the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # except while training, which then stops after a step
     if hasattr(signal, "pthread_sigmask"):  # blocked since the process was spawned
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     warn_in_one_line()
-    torch.set_num_threads(threads)
     study = Study(folder)
     try:
         while True:
