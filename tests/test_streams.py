@@ -408,6 +408,12 @@ def test_a_stream_of_a_folder(tmp_path: Path) -> None:
     assert [task.name for task in stream.tasks] == ["a, b", "c, d"]
 
 
+def test_a_stream_prints_as_one_line() -> None:
+    stream = build_stream("digits", tasks=2)
+    assert str(stream) == "Stream(digits in 2 x 2: 2 tasks, 10 outputs, 1797 images, 1x8x8)"
+    assert str(stream.tasks[1]) == "Task(name='2, 3', active=(2, 3), angle=0.0)"
+
+
 def test_an_unknown_stream() -> None:
     with pytest.raises(ValueError, match=r"unknown stream 'imnst'; available: digits, imnist, .*, folder:PATH"):
         build_stream("imnst")

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from holdfast.errors import alternatives
+from holdfast.streams.published import expand_home
 from holdfast.streams.sources import Source, load
 from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
 
@@ -52,6 +55,17 @@ def build_stream(name: str, data: Path | None = None, *, tasks: int | None = Non
         tasks: the number of tasks. By default all that the stream has.
     """
     if name not in STREAMS and not name.startswith("folder:"):
-        raise ValueError(f"unknown stream {name!r}; available: {', '.join(STREAMS)}, folder:PATH")
+        raise unknown_stream(name)
     origin, make = STREAMS.get(name, (name, _folder))
     return make(load(origin, data), tasks)
+
+
+def unknown_stream(name: Any) -> ValueError:
+    """The error about a name that is not that of a stream. A folder must be named as one.
+
+    >>> print(unknown_stream("digit"))
+    unknown stream 'digit'; available: digits, imnist, icifar100, pmnist, rmnist, folder:PATH: did you mean digits?
+    """
+    if isinstance(name, str) and name and expand_home(name).is_dir():
+        return ValueError(f"unknown stream {name!r}; for the images in this folder, write folder:{name}")
+    return ValueError(f"unknown stream {name!r}; available: {alternatives(str(name), [*STREAMS, 'folder:PATH'])}")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
@@ -32,10 +32,10 @@ class Task:
 
     name: str
     active: tuple[int, ...]
-    train: Tensor
-    validation: Tensor
-    test: Tensor
-    permutation: Tensor | None = None
+    train: Tensor = field(repr=False)
+    validation: Tensor = field(repr=False)
+    test: Tensor = field(repr=False)
+    permutation: Tensor | None = field(default=None, repr=False)
     angle: float = 0.0
 
 
@@ -53,6 +53,12 @@ class Stream:
     std: Tensor
     epoch: int
     """The number of training images of the whole source, the paper's length of an epoch."""
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return (
+            f"Stream({self.name}: {len(self.tasks)} tasks, {self.outputs} outputs, {len(self.pixels)} images, {size})"
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box
 from rich.cells import cell_len
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from holdfast.errors import printable
+from holdfast.methods.building import defaults_of, summary_of
 from holdfast.study import paper
 from holdfast.study.store import Entry, LeftOut, Run
 from holdfast.study.tables import Comparison, Estimate, Row, percent
@@ -102,6 +103,26 @@ def _outcome(entry: Entry | None, reason: str) -> str:
 def _text(text: str) -> str:
     """Text as it is, without markup and control characters."""
     return escape(printable(text))
+
+
+# ---- methods ----
+
+
+def methods(names: Iterable[str]) -> str:
+    """Each method with what it does, and its settings with their defaults.
+
+    >>> print(methods(["lwf+npc", "finetune"]).splitlines()[-1])
+    finetune: The bare optimizer, with the interface of a method.
+    """
+    lines = []
+    for name in names:
+        settings = " ".join(f"{setting}={_default(value)}" for setting, value in defaults_of(name).items())
+        lines += [f"{name}: {summary_of(name)}", *([f"    {settings}"] if settings else [])]
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
 # ---- tables ----
