@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 from holdfast.methods import METHODS
 from holdfast.runs.plan import Plan
+from holdfast.study.processes import LocalExecutor
+from holdfast.study.store import Run as StudyRun
 from holdfast.study.store import Study
 from test_cli import Run, cache, failed, run
 from test_sources import idx
@@ -92,6 +95,20 @@ def test_a_full_disk_is_named(run: Run, folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("holdfast.atomic.write", full)
     message = failed(run("run", "digits", "npc", *SHORT, "--out", folder / "here"))
     assert re.search(rf"the disk of {folder}/here/runs/digits-npc-0-\w+ is full: free some space", message)
+
+
+def test_the_time_between_checkpoints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Executor(LocalExecutor):
+        def open(self, runs: Sequence[StudyRun]) -> int:
+            seen.append(self.execution.save_every)
+            return super().open(runs)
+
+    monkeypatch.setattr("holdfast.study.processes.LocalExecutor", Executor)
+    assert run("run", "digits", "npc", *SHORT, "--save-every", 5)[0] == 0
+    assert run("run", "digits", "ewc", *SHORT)[0] == 0
+    assert seen == [5, 60]
 
 
 def test_what_is_said_reaches_the_plan(run: Run, folder: Path) -> None:

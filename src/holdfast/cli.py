@@ -168,6 +168,9 @@ Jobs = Annotated[
     ),
 ]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files.")]
+SaveEvery = Annotated[
+    float, typer.Option("--save-every", min=0, metavar="SECONDS", help="Seconds between two checkpoints of a run.")
+]
 Tasks = Annotated[int | None, typer.Option("--tasks", min=1, metavar="N", help="Only the first N tasks.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a study.")]
 Settings = Annotated[
@@ -249,6 +252,10 @@ def demo(
     Examples: `holdfast run digits npc ewc --seeds 3`, `holdfast run imnist ewc --set strength=30 --epochs 1`,
     `holdfast run digits lwf+npc --set lwf.weight=0.1 --set npc.beta=0.7`, `holdfast run folder:~/photos npc`,
     `holdfast run study.toml`
+
+    A folder has one folder of images per class. Its stream takes options, in quotes:
+    `holdfast run "folder:~/photos?size=64&per_task=5&order=0" npc` has images of 64x64 and tasks of 5 classes in a
+    random order by seed 0. `order=cat,dog,bird` gives the order by name.
     """
 )
 @plan_options(*options())
@@ -270,17 +277,19 @@ def run(
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    save_every: SaveEvery = 60,
     *,
     fields: dict[str, Any],
 ) -> None:
     from holdfast.study import studyfile
     from holdfast.study.work import Execution
 
-    execution = Execution(data, device, jobs, tensorboard)
+    execution = Execution(data, device, jobs, tensorboard, save_every)
     if what.endswith(".toml"):
         if methods or settings or name or fields or tasks or seed or seeds:
             raise StudyError(
-                f"{what} defines its runs: leave out all but --out, --data, --device, --jobs, --tensorboard"
+                f"{what} defines its runs: leave out all but --out, --data, --device, --jobs, --tensorboard and "
+                "--save-every"
             )
         _carry_out(_study(out, Path(what).stem), studyfile.read(Path(what)), execution)
         return
@@ -338,6 +347,7 @@ def reproduce(
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    save_every: SaveEvery = 60,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -350,7 +360,7 @@ def reproduce(
 
     if stream not in paper.SETTINGS:
         raise StudyError(f"the paper has no experiment {stream!r}; it has {' and '.join(paper.SETTINGS)}")
-    execution = Execution(data, device, jobs, tensorboard)
+    execution = Execution(data, device, jobs, tensorboard, save_every)
     defaults = {"curve": 10, "precision": "bf16", "compile": True} if execution.on_gpu else {"curve": 2}
     plan = Plan("npc", neurons=True, **(defaults | fields))
     chosen = [*paper.COMPARED, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)

@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.errors import alternatives
 from holdfast.streams.published import expand_home
-from holdfast.streams.sources import Source, load
+from holdfast.streams.sources import DataError, Source, folder_options, load, whole_option
 from holdfast.streams.tasks import Frame, Stream, permuted, rotated, split
 
 ICIFAR100_FRAME = Frame(32, padding=4, mirror=True, fill="mean")
@@ -33,7 +33,24 @@ def _rmnist(source: Source, tasks: int | None) -> Stream:
 
 
 def _folder(source: Source, tasks: int | None) -> Stream:
-    return split(source, Frame(source.train.pixels.shape[2]), per_task=2, tasks=tasks)
+    """The stream of a folder, with the options in its name."""
+    _, given = folder_options(source.name)
+    per_task = whole_option(source.name, given, "per_task", 2)
+    order = _class_order(source, given["order"]) if "order" in given else None
+    return split(source, Frame(source.train.pixels.shape[2]), per_task=per_task, tasks=tasks, order=order)
+
+
+def _class_order(source: Source, text: str) -> list[int] | int:
+    """The indices of classes given by name, or the seed of a random order."""
+    if text.isdecimal():
+        return int(text)
+    for name in (names := text.split(",")):
+        if name not in source.classes:
+            known = alternatives(name, source.classes)
+            raise DataError(f"the order in {source.name!r} has no class {name!r}; available: {known}")
+    if left_out := [name for name in source.classes if name not in names]:
+        raise DataError(f"the order in {source.name!r} leaves out the class {left_out[0]!r}; add it")
+    return [source.classes.index(name) for name in names]
 
 
 STREAMS: dict[str, tuple[str, Callable[[Source, int | None], Stream]]] = {
@@ -50,7 +67,9 @@ def build_stream(name: str, data: Path | None = None, *, tasks: int | None = Non
     """Build a stream by name, or from a folder of images as "folder:PATH", in tasks of two classes.
 
     Args:
-        name: a name in `STREAMS`, or "folder:PATH".
+        name: a name in `STREAMS`, or "folder:PATH", with options as in "folder:PATH?per_task=5&order=0": the number of
+            classes per task, and the order of the classes, by name, as in "order=cat,dog,bird", or the seed of a random
+            order.
         data: the folder to search first for data sets.
         tasks: the number of tasks. By default all that the stream has.
     """

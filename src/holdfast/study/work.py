@@ -30,6 +30,8 @@ class Execution(NamedTuple):
     """The number of runs at once. None selects a number that suits the hardware."""
     tensorboard: bool = False
     """Whether to write TensorBoard files."""
+    save_every: float = 60.0
+    """Seconds between two checkpoints of a run."""
 
     @property
     def on_gpu(self) -> bool:
@@ -111,7 +113,14 @@ def run_one(
         stream, plan = _stream(run.stream, execution.data, run.tasks), run.plan
         steps = [plan.steps(stream, task) for task in stream.tasks]
         with Log(folder, steps, tensorboard=execution.tensorboard) as log:
-            record = train(stream, plan, device=execution.device, folder=folder, tell=tell, mark=log)
+            record = train(
+                *(stream, plan),
+                device=execution.device,
+                folder=folder,
+                save_every=execution.save_every,
+                tell=tell,
+                mark=log,
+            )
         if record.failure is not None:  # drop the points logged after the failure
             with Log(folder, steps, tensorboard=execution.tensorboard) as log:
                 for point in record.timeline:
