@@ -599,7 +599,9 @@ def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = Fa
     digits = 2 if console.width >= 92 else 1  # two do not fit a narrow terminal
     for comparison in compare(entries):
         console.print(
-            terminal.beside_the_paper(comparison, digits) if beside_the_paper else terminal.results(comparison)
+            terminal.beside_the_paper(comparison, digits)
+            if beside_the_paper
+            else terminal.results(comparison, console.width)
         )
     _say(f"The page is {page.write(study)}")
     if all(entry.state == "failed" for entry in entries):
