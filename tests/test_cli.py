@@ -11,6 +11,7 @@ import pytest
 
 from holdfast import cli
 from holdfast.streams import published, sources
+from holdfast.version import __version__
 from test_published import Server, md5, server
 from test_sources import idx, write_cifar, write_images, write_mnist
 
@@ -152,7 +153,9 @@ def test_other_errors_of_the_system_are_one_line_too(run: Run, monkeypatch: pyte
         raise OSError(28, "No space left on device", "/some/file")
 
     monkeypatch.setattr(sources, "verify", full)
-    assert failed(run("data", "verify", "mnist")).startswith("holdfast: /some/file: No space left on device; ")
+    assert failed(run("data", "verify", "mnist")).startswith(
+        "holdfast: /some/file: No space left on device; the disk of /some is full: "
+    )
 
 
 def test_without_the_extra_packages_one_line_says_what_to_install() -> None:
@@ -161,6 +164,10 @@ def test_without_the_extra_packages_one_line_says_what_to_install() -> None:
     assert result.returncode == 1
     assert "pip install 'holdfast[study]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version") == (0, f"holdfast {__version__}\n", "")
 
 
 def test_the_command_itself() -> None:

@@ -393,7 +393,7 @@ def test_a_long_name_loses_its_middle(tmp_path: Path) -> None:
     name = "method " + "x" * 200 + " beta=2"
     (drawn, *_) = draw(comparison(row(tmp_path, name, [record()])))
     (shown,) = [text for text in texts(svg(drawn)) if text.startswith("method")]
-    assert len(shown) <= 26
+    assert len(shown) <= 34
     assert shown.endswith("beta=2")
     assert "…" in shown
 

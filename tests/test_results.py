@@ -224,7 +224,7 @@ def test_the_variations() -> None:
     told = {f"npc, {name}" for name in lines}
     precisions = {name: cells for name, *cells in table(heading, 1)}
     assert precisions == {name: shown(averages(rows(f"icifar100-{name}")["npc"].records)) for name in precisions}
-    as_it_is = rows("icifar100") | rows("icifar100-paper") | {"ewc": rows("icifar100-ewc")["ewc (strength=50.0)"]}
+    as_it_is = rows("icifar100") | rows("icifar100-paper") | {"ewc": rows("icifar100-ewc")["ewc (strength=50)"]}
     for label, *cells in table(heading, 2):
         name = NAMES.get(label, label.lower())
         told.add(f"{name}, black border")
@@ -262,7 +262,7 @@ def test_the_variations() -> None:
     assert f"it reaches {mean_of(together)} at the paper's threshold: {npc - fmean(together):.1f} (" in text
     assert f"this choice is worth {fmean(together) - at_0_7:.1f} points" in text
     at_300 = averages(rows("icifar100")["ewc"].records)
-    strengths = [averages(rows("icifar100-ewc")[f"ewc (strength={value})"].records) for value in (50.0, 1000.0)]
+    strengths = [averages(rows("icifar100-ewc")[f"ewc (strength={value})"].records) for value in (50, 1000)]
     given = [mean_of(values) for values in (strengths[0], at_300, strengths[1])]
     assert f"gave EWC {given[0]}, {given[1]} and {given[2]}" in text
 

@@ -171,8 +171,8 @@ def test_a_study_in_two_processes_gives_what_each_run_gives_alone(tmp_path: Path
 
 def test_what_goes_wrong_with_one_run_does_not_stop_the_others(tmp_path: Path) -> None:
     study, display = Study(tmp_path), Recorder()
-    bad, worse, good = run(model="paper_cnn"), run(lr=1e30), run("finetune")
-    with pytest.raises(StudyError, match=r"npc, seed 0: the paper's network is for images of 32x32.*kept in"):
+    bad, worse, good = run(settings={"rate": 2}), run(lr=1e30), run("finetune")
+    with pytest.raises(StudyError, match=r"npc rate=2, seed 0: rate must be above 0 and at most 1, got 2; .*kept in"):
         run_all(study, [bad, worse, good], CPU._replace(jobs=1), display)
     states = {entry.run.id: entry.state for entry in study.entries}
     assert states == {bad.id: "waiting", worse.id: "failed", good.id: "finished"}
@@ -184,6 +184,8 @@ def test_errors_are_raised_before_the_first_run(tmp_path: Path) -> None:
         LocalExecutor(study, CPU).open([Run.of(f"folder:{tmp_path}/nothing", plan())])
     with pytest.raises(ValueError, match="unknown stream 'didgits'"):
         LocalExecutor(study, CPU).open([Run.of("didgits", plan())])
+    with pytest.raises(UserError, match="npc, seed 0 on digits: the paper's network is for images of 32x32, not 8x8"):
+        LocalExecutor(study, CPU).open([run(), run(model="paper_cnn")])
     with pytest.raises(ValueError, match="unknown device 'gpu': use cpu or cuda"):
         LocalExecutor(study, CPU._replace(device="gpu")).open([])
 

@@ -1,5 +1,6 @@
 """Tasks and batches, on images whose first pixels hold their class, number and part."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from holdfast import streams
+from holdfast.errors import UserError
 from holdfast.streams import build_stream
 from holdfast.streams.batches import (
     Batches,
@@ -125,9 +127,28 @@ def test_permuted_and_rotated_streams_share_all_classes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("classes", "per_task", "sizes", "name"),
+    [
+        (5, 2, [2, 3], "toy in 2 x 2, the last of 3"),
+        (5, 3, [3, 2], "toy in 2 x 3, the last of 2"),
+        (7, 3, [3, 4], "toy in 2 x 3, the last of 4"),
+        (6, 3, [3, 3], "toy in 2 x 3"),
+        (3, 2, [3], "toy in 1 x 2, the last of 3"),
+    ],
+)
+def test_no_class_is_dropped(classes: int, per_task: int, sizes: list[int], name: str) -> None:
+    stream = split(source(classes), FRAME, per_task=per_task)
+    assert [len(task.active) for task in stream.tasks] == sizes
+    assert [c for task in stream.tasks for c in task.active] == list(range(classes))
+    assert stream.name == name
+    first = split(source(classes), FRAME, per_task=per_task, tasks=1).tasks[0]
+    assert first.active == stream.tasks[0].active
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"per_task": 4, "tasks": 2}, "toy has 6 classes, too few for 2 tasks of 4"),
+        ({"per_task": 4, "tasks": 3}, "toy has 6 classes, too few for 3 tasks of 4"),
         ({"per_task": 1}, "at least one task of at least two classes"),
         ({"per_task": 7}, "too few for 0 tasks of 7"),
         ({"per_task": 2, "order": [0, 0]}, "order must list classes from 0 to 5, each at most once"),
@@ -397,15 +418,57 @@ def test_streams_by_name(
     assert stream.frame.mirror == (name == "icifar100")  # a digit in a mirror is another sign
 
 
-def test_a_stream_of_a_folder(tmp_path: Path) -> None:
-    for name in "abcd":
+def write_classes(folder: Path, names: str) -> None:
+    for name in names:
         for i in range(5):
-            file = tmp_path / name / f"{i}.png"
+            file = folder / name / f"{i}.png"
             file.parent.mkdir(exist_ok=True)
             Image.new("RGB", (20 + i, 24), (60 * i, 10, 200)).save(file)
+
+
+def test_a_stream_of_a_folder(tmp_path: Path) -> None:
+    write_classes(tmp_path, "abcd")
     stream = build_stream(f"folder:{tmp_path}?size=16")
     assert stream.shape == (3, 16, 16)
     assert [task.name for task in stream.tasks] == ["a, b", "c, d"]
+
+
+def test_options_of_the_stream_of_a_folder(tmp_path: Path) -> None:
+    write_classes(tmp_path, "abcde")
+
+    def tasks(options: str) -> list[str]:
+        return [task.name for task in build_stream(f"folder:{tmp_path}?{options}").tasks]
+
+    assert tasks("per_task=3") == ["a, b, c", "d, e"]
+    assert tasks("order=e,a,d,c,b&size=8&per_task=3") == ["e, a, d", "c, b"]
+    shuffled = tasks("order=3")
+    assert shuffled == tasks("order=3") != tasks("size=32")
+    assert sorted(", ".join(shuffled).split(", ")) == list("abcde")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("per-task=3", "has no option 'per-task'; available: size, per_task, order: did you mean per_task?"),
+        ("per_task=", "needs one value of per_task, as in folder:PATH?per_task=5"),
+        ("size=8&size=9", "needs one value of size"),
+        ("per_task=many", "must be an integer from 1 to 4096, as in folder:PATH?per_task=5"),
+        ("per_task=9", "has 3 classes, too few for 0 tasks of 9"),
+        ("order=a,x,c", "has no class 'x'; available: a, b, c"),
+        ("order=a,b", "leaves out the class 'c'; add it"),
+        ("order=a,b,c,a", "each at most once"),
+    ],
+)
+def test_wrong_options_of_the_stream_of_a_folder(tmp_path: Path, options: str, message: str) -> None:
+    write_classes(tmp_path, "abc")
+    with pytest.raises((ValueError, UserError), match=re.escape(message)):
+        build_stream(f"folder:{tmp_path}?{options}")
+
+
+def test_a_stream_prints_as_one_line() -> None:
+    stream = build_stream("digits", tasks=2)
+    assert str(stream) == "Stream(digits in 2 x 2: 2 tasks, 10 outputs, 1797 images, 1x8x8)"
+    assert str(stream.tasks[1]) == "Task(name='2, 3', active=(2, 3), angle=0.0)"
 
 
 def test_an_unknown_stream() -> None:

@@ -1,6 +1,7 @@
 """Means, standard errors, comparisons and the paper's table, against values worked out by hand."""
 
 import io
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from holdfast.runs.plan import Plan
 from holdfast.study import paper, terminal
 from holdfast.study.store import Entry
-from holdfast.study.tables import Comparison, Estimate, compare, estimate
+from holdfast.study.tables import Comparison, Estimate, compare, estimate, names
 from test_exports import FIRST, SECOND, entry
 
 HERE = Path()
@@ -75,7 +76,10 @@ def test_different_settings_under_one_name_are_told_apart() -> None:
         entry(HERE, "a", 0, FIRST, lr=1),
     ]
     (found,) = compare(entries)
-    assert sorted((row.name, len(row.records)) for row in found.rows) == [("a (lr=0.1)", 2), ("a (lr=1.0)", 1)]
+    assert sorted((row.name, len(row.records)) for row in found.rows) == [("a (lr=0.1)", 2), ("a (lr=1)", 1)]
+    listed = [*entries[:2], entry(HERE, "a", 2, None, lr=1), entry(HERE, "b", 0, None)]
+    assert names(listed) == {"a-0": "a (lr=0.1)", "a-1": "a (lr=0.1)", "a-2": "a (lr=1)", "b-0": "b"}
+    assert re.search(r"a-2 +a \(lr=1\) +2 +waiting", terminal.runs(listed))
 
 
 def test_a_method_whose_runs_failed_is_last_and_says_so() -> None:
@@ -95,6 +99,30 @@ def test_the_table_in_the_terminal() -> None:
     assert "75.0(0.0)" in out  # the average of 0.75 and 0.75
     assert "20.0(0.0)" in out  # what was forgotten
     assert "65.0" in out
+
+
+CLASSES = [f"apple {n}, aquarium_fish, baby, bear, beaver" for n in range(12)]
+
+
+@pytest.mark.parametrize(("tasks", "width"), [(2, 80), (5, 80), (12, 80), (5, 60)])
+def test_the_table_fits_the_terminal_with_all_its_numbers(tasks: int, width: int) -> None:
+    matrix = [[0.5 + 0.01 * (after + on) for on in range(tasks)] for after in range(tasks)]
+    entries = [
+        entry(HERE, f"lwf+npc lwf.weight=1 npc.beta=7 number {n}", 0, matrix, names=CLASSES[:tasks]) for n in "12"
+    ]
+    (found,) = compare(entries)
+    out = io.StringIO()
+    Console(file=out, width=width).print(terminal.results(found, width))
+    shown = out.getvalue()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    numbers = re.findall(r"\b\d+\.\d\b", "".join(line for line in shown.splitlines() if "lwf+npc" in line))
+    if tasks <= 5 and width == 80:
+        assert len(numbers) == 2 * (3 + tasks)
+        assert all(name in " ".join(shown.split()) for name in CLASSES[:tasks])
+    if tasks == 12:
+        assert len(numbers) == 2 * 3
+        assert "no room for the accuracies on each task" in shown
 
 
 # ---- the paper ----

@@ -11,10 +11,12 @@ import typer
 
 from holdfast.errors import UserError, describe, printable, warn, warn_in_one_line
 from holdfast.methods import METHODS
+from holdfast.models import check_model
 from holdfast.runs.plan import Plan
 from holdfast.study import paper
 from holdfast.study.options import Option, options
 from holdfast.study.store import Entry, Run, Study, StudyError, default_name
+from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from holdfast.study.work import Execution
@@ -47,8 +49,18 @@ Data = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"holdfast {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def holdfast() -> None:
+def holdfast(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Continual learning: networks that learn task after task and forget less.
 
     `holdfast demo` shows it in a minute. `holdfast run digits npc` is one run, `holdfast run study.toml` is a whole
@@ -156,6 +168,9 @@ Jobs = Annotated[
     ),
 ]
 Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files.")]
+SaveEvery = Annotated[
+    float, typer.Option("--save-every", min=0, metavar="SECONDS", help="Seconds between two checkpoints of a run.")
+]
 Tasks = Annotated[int | None, typer.Option("--tasks", min=1, metavar="N", help="Only the first N tasks.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a study.")]
 Settings = Annotated[
@@ -170,7 +185,10 @@ Settings = Annotated[
 Command = Callable[..., None]
 
 
-def plan_options(*names: str, panel: str = "Plan (defaults depend on the stream)") -> Callable[[Command], Command]:
+_PLAN = "Plan (some defaults depend on the stream)"
+
+
+def plan_options(*names: str, panel: str = _PLAN) -> Callable[[Command], Command]:
     """Give a command an option for each of these fields of a plan. It gets the given ones as `fields`."""
     chosen = {name: options()[name] for name in names}
 
@@ -191,9 +209,10 @@ def plan_options(*names: str, panel: str = "Plan (defaults depend on the stream)
 
 
 def _parameter(option: Option, panel: str) -> inspect.Parameter:
+    default = f" [default: {option.default}]" if option.default and panel == _PLAN else ""
     declared = typer.Option(
         option.declaration,
-        help=option.help,
+        help=option.help + default,
         metavar=option.metavar,
         show_default=False,
         rich_help_panel=panel,
@@ -228,10 +247,15 @@ def demo(
     help=f"""Run methods on a stream of tasks, or all runs of a study file.
 
     Streams: digits, imnist, icifar100, pmnist, rmnist and folder:PATH. Methods: {", ".join(METHODS)}. Methods are
-    composed with +: lwf+npc is LwF around NPC.
+    composed with +: lwf+npc is LwF around NPC. `holdfast methods` explains them and lists their settings.
 
     Examples: `holdfast run digits npc ewc --seeds 3`, `holdfast run imnist ewc --set strength=30 --epochs 1`,
-    `holdfast run digits lwf+npc --set lwf.weight=0.1 --set npc.beta=0.7`, `holdfast run study.toml`
+    `holdfast run digits lwf+npc --set lwf.weight=0.1 --set npc.beta=0.7`, `holdfast run folder:~/photos npc`,
+    `holdfast run study.toml`
+
+    A folder has one folder of images per class. Its stream takes options, in quotes:
+    `holdfast run "folder:~/photos?size=64&per_task=5&order=0" npc` has images of 64x64 and tasks of 5 classes in a
+    random order by seed 0. `order=cat,dog,bird` gives the order by name.
     """
 )
 @plan_options(*options())
@@ -253,22 +277,25 @@ def run(
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    save_every: SaveEvery = 60,
     *,
     fields: dict[str, Any],
 ) -> None:
     from holdfast.study import studyfile
     from holdfast.study.work import Execution
 
-    execution = Execution(data, device, jobs, tensorboard)
+    execution = Execution(data, device, jobs, tensorboard, save_every)
     if what.endswith(".toml"):
         if methods or settings or name or fields or tasks or seed or seeds:
             raise StudyError(
-                f"{what} defines its runs: leave out all but --out, --data, --device, --jobs, --tensorboard"
+                f"{what} defines its runs: leave out all but --out, --data, --device, --jobs, --tensorboard and "
+                "--save-every"
             )
         _carry_out(_study(out, Path(what).stem), studyfile.read(Path(what)), execution)
         return
     if not methods:
         raise StudyError(f"no method given; for example: holdfast run {what} npc")
+    methods = list(dict.fromkeys(methods))
     if name is not None and len(methods) > 1:
         raise StudyError("--name is for one method: several methods need different names")
     if seed and seeds:
@@ -277,7 +304,7 @@ def run(
     own = dict(map(studyfile.setting, settings or []))
     runs = [
         Run.of(what, _plan(what, method, own, fields | {"seed": number}), tasks, name)
-        for number in seed or range(seeds or 1)
+        for number in dict.fromkeys(seed or range(seeds or 1))
         for method in methods
     ]
     _carry_out(_study(out, what), runs, execution)
@@ -288,6 +315,8 @@ def _plan(stream: str, method: str, settings: dict[str, Any], fields: dict[str, 
     from holdfast.study import studyfile
     from holdfast.study.defaults import defaults_for
 
+    if "model" in fields:
+        check_model(fields["model"])
     plan = Plan(method, settings=settings, **(defaults_for(stream) | fields))
     studyfile.check_settings(method, settings)
     return plan
@@ -318,6 +347,7 @@ def reproduce(
     device: Device = None,
     jobs: Jobs = None,
     tensorboard: Board = False,
+    save_every: SaveEvery = 60,
     *,
     fields: dict[str, Any],
 ) -> None:
@@ -330,7 +360,7 @@ def reproduce(
 
     if stream not in paper.SETTINGS:
         raise StudyError(f"the paper has no experiment {stream!r}; it has {' and '.join(paper.SETTINGS)}")
-    execution = Execution(data, device, jobs, tensorboard)
+    execution = Execution(data, device, jobs, tensorboard, save_every)
     defaults = {"curve": 10, "precision": "bf16", "compile": True} if execution.on_gpu else {"curve": 2}
     plan = Plan("npc", neurons=True, **(defaults | fields))
     chosen = [*paper.COMPARED, *paper.FURTHER, paper.OFF] if methods == "all" else _names(methods)
@@ -487,6 +517,26 @@ def list_runs(folder: Folder) -> None:
         warn(str(each))
 
 
+@app.command()
+def methods(
+    names: Annotated[list[str] | None, typer.Argument(metavar="METHOD", help="[default: all]")] = None,
+) -> None:
+    """Explain methods, and list their settings with the defaults.
+
+    A setting is set by --set in `holdfast run`, or by settings in a study file.
+
+    Examples: `holdfast methods`, `holdfast methods npc lwf+npc`
+    """
+    from holdfast.study import terminal
+
+    _say_lines(terminal.methods(names or METHODS))
+
+
+def _say_lines(text: str) -> None:
+    for line in text.splitlines():
+        _say(line)
+
+
 def _say(text: str, *, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
@@ -549,7 +599,9 @@ def _conclude(study: Study, entries: list[Entry], *, beside_the_paper: bool = Fa
     digits = 2 if console.width >= 92 else 1  # two do not fit a narrow terminal
     for comparison in compare(entries):
         console.print(
-            terminal.beside_the_paper(comparison, digits) if beside_the_paper else terminal.results(comparison)
+            terminal.beside_the_paper(comparison, digits)
+            if beside_the_paper
+            else terminal.results(comparison, console.width)
         )
     _say(f"The page is {page.write(study)}")
     if all(entry.state == "failed" for entry in entries):

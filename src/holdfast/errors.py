@@ -1,5 +1,6 @@
 """Errors the user can fix, and warnings that point at the user's line."""
 
+import errno
 import sys
 import warnings
 from collections.abc import Iterable
@@ -27,11 +28,17 @@ def alternatives(name: str, known: Iterable[str]) -> str:
 def describe(error: OSError) -> str:
     """An error of the operating system in one line, with its file.
 
+    >>> describe(OSError(13, "Permission denied", "runs/npc/record.json"))
+    'runs/npc/record.json: Permission denied; check its permissions and the space left on the disk'
     >>> describe(OSError(28, "No space left on device", "runs/npc/record.json"))
-    'runs/npc/record.json: No space left on device; check its permissions and the space left on the disk'
+    'runs/npc/record.json: No space left on device; the disk of runs/npc is full: free some space or use another folder'
     """
     location = f"{error.filename}: " if error.filename else ""
-    return f"{location}{error.strerror or error}; check its permissions and the space left on the disk"
+    remedy = "check its permissions and the space left on the disk"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        folder = f" of {Path(error.filename).parent}" if isinstance(error.filename, str) else ""
+        remedy = f"the disk{folder} is full: free some space or use another folder"
+    return f"{location}{error.strerror or error}; {remedy}"
 
 
 def printable(text: str) -> str:

@@ -6,6 +6,7 @@ Importing this package does not import torch. A class is imported when it is fir
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast.errors import alternatives
 from holdfast.registry import Registry
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def parts_of(method: str) -> list[str]:
     parts = method.split("+") if isinstance(method, str) else [method]
     for part in parts:
         if part not in METHODS:
-            raise ValueError(f"unknown method {part!r}; available: {', '.join(METHODS)}")
+            raise ValueError(f"unknown method {part!r}; available: {alternatives(part, METHODS)}")
     if len(set(parts)) < len(parts):
         raise ValueError(f"{method!r} names a method twice: leave one of them out")
     for part in parts:

@@ -57,6 +57,16 @@ def defaults_of(method: str) -> dict[str, Any]:
     return joined_settings({part: settings_of(METHODS[part]) for part in parts_of(method)})
 
 
+def summary_of(method: str) -> str:
+    """What a method does, in a line: the first one of the docstring of its class.
+
+    >>> summary_of("finetune")
+    'The bare optimizer, with the interface of a method.'
+    """
+    lines = [(part, (METHODS[part].__doc__ or "").strip().partition("\n")[0]) for part in parts_of(method)]
+    return lines[0][1] if len(lines) == 1 else " ".join(f"{part}: {line}" for part, line in lines)
+
+
 def searched_setting(method: str) -> str:
     """The setting that a search varies by default: one of the outermost part, or the learning rate.
 

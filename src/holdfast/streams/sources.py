@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.errors import warn
+from holdfast.errors import alternatives, warn
 from holdfast.streams.published import (
     CIFAR100,
     MNIST,
@@ -75,7 +75,7 @@ def load(name: str, data: Path | None = None, *, download: bool = True) -> Sourc
     Args:
         name: the name of the source. "folder:PATH" is a folder with one subfolder of images per class, or with two
             folders of that kind, `train` and `test`. "folder:PATH?size=64" resizes its images to 64 x 64; the default
-            is 32 x 32.
+            is 32 x 32. Further options, as in "folder:PATH?size=64&per_task=5", are for streams.
         data: the folder to search first, before $HOLDFAST_DATA and the user's cache.
         download: whether to download missing files.
 
@@ -323,13 +323,42 @@ def _folder(name: str, *, cached: bool = True) -> Source:
 
 
 def _parse_folder(name: str) -> tuple[Path, int]:
-    path, has_size, size = name.removeprefix("folder:").partition("?size=")
-    if has_size and not (size.isdecimal() and 1 <= int(size) <= 4096):
-        raise DataError(f"the size in {name!r} must be an integer from 1 to 4096, as in folder:PATH?size=64")
+    path, given = folder_options(name)
     root = expand_home(path)
     if not path or not root.is_dir():
         raise DataError(f"{name!r}: there is no folder {path!r}; give a folder with one subfolder of images per class")
-    return root, int(size) if has_size else _SIZE
+    return root, whole_option(name, given, "size", _SIZE)
+
+
+_FOLDER_OPTIONS = {"size": "64", "per_task": "5", "order": "cat,dog"}
+"""The options in the name of a folder, each with an example."""
+
+
+def folder_options(name: str) -> tuple[str, dict[str, str]]:
+    """Split the name of a folder into its path and its options.
+
+    >>> folder_options("folder:~/birds?size=64&per_task=5")
+    ('~/birds', {'size': '64', 'per_task': '5'})
+    """
+    path, _, text = name.removeprefix("folder:").partition("?")
+    given: dict[str, str] = {}
+    for option in text.split("&") if text else []:
+        key, _, value = option.partition("=")
+        if key not in _FOLDER_OPTIONS:
+            raise DataError(f"{name!r} has no option {key!r}; available: {alternatives(key, _FOLDER_OPTIONS)}")
+        if key in given or not value:
+            raise DataError(f"{name!r} needs one value of {key}, as in folder:PATH?{key}={_FOLDER_OPTIONS[key]}")
+        given[key] = value
+    return path, given
+
+
+def whole_option(name: str, given: Mapping[str, str], key: str, default: int) -> int:
+    """The value of an option in the name of a folder that is a number."""
+    value = given.get(key, str(default))
+    if not (value.isdecimal() and 1 <= int(value) <= 4096):
+        example = f"folder:PATH?{key}={_FOLDER_OPTIONS[key]}"
+        raise DataError(f"the {key} in {name!r} must be an integer from 1 to 4096, as in {example}")
+    return int(value)
 
 
 def _listings(root: Path) -> tuple[Listing, Listing]:

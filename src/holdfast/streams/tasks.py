@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
@@ -32,10 +32,10 @@ class Task:
 
     name: str
     active: tuple[int, ...]
-    train: Tensor
-    validation: Tensor
-    test: Tensor
-    permutation: Tensor | None = None
+    train: Tensor = field(repr=False)
+    validation: Tensor = field(repr=False)
+    test: Tensor = field(repr=False)
+    permutation: Tensor | None = field(default=None, repr=False)
     angle: float = 0.0
 
 
@@ -53,6 +53,12 @@ class Stream:
     std: Tensor
     epoch: int
     """The number of training images of the whole source, the paper's length of an epoch."""
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return (
+            f"Stream({self.name}: {len(self.tasks)} tasks, {self.outputs} outputs, {len(self.pixels)} images, {size})"
+        )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -90,6 +96,8 @@ def split(
 ) -> Stream:
     """Split the classes into tasks of `per_task` classes. The model has one output per class of the source.
 
+    If the classes cannot be divided so, the last task has fewer, or one more: a task of one class has nothing to learn.
+
     Args:
         source: the images.
         frame: their preparation.
@@ -101,20 +109,22 @@ def split(
     """
     classes = len(source.classes)
     chosen = _ordered(classes, order)
-    count = len(chosen) // max(per_task, 1) if tasks is None else tasks
-    if per_task < 2 or count < 1 or count * per_task > len(chosen):
+    groups = _divided(chosen, per_task) if 2 <= per_task <= len(chosen) else []
+    count = len(groups) if tasks is None else tasks
+    if not 1 <= count <= len(groups):
         raise ValueError(
             f"{source.name} has {len(chosen)} classes, too few for {count} tasks of {per_task}: a stream needs at "
             "least one task of at least two classes"
         )
     made = []
     within = torch.full((classes,), -1)
-    for number in range(count):
-        active = chosen[number * per_task : (number + 1) * per_task]
-        within[active] = torch.arange(per_task)
+    for active in groups[:count]:
+        within[active] = torch.arange(len(active))
         name = ", ".join(source.classes[c] for c in active)
         made.append(_task(name, source, active, validation, seed))
-    return _stream(f"{source.name} in {count} x {per_task}", source, within, made, frame)
+    last = len(made[-1].active)
+    uneven = "" if last == per_task else f", the last of {last}"
+    return _stream(f"{source.name} in {count} x {per_task}{uneven}", source, within, made, frame)
 
 
 def permuted(source: Source, frame: Frame, *, tasks: int, validation: float = 0.1, seed: int = 0) -> Stream:
@@ -138,6 +148,16 @@ def rotated(source: Source, frame: Frame, *, angles: Sequence[float], validation
     base = _task("", source, every, validation, seed)
     made = [replace(base, name=f"{angle:g} degrees", angle=float(angle)) for angle in angles]
     return _stream(f"{source.name} rotated", source, torch.arange(len(every)), made, frame)
+
+
+def _divided(classes: list[int], per_task: int) -> list[list[int]]:
+    """Divide classes into groups. The rest is a smaller group, or joins the last one if it is a single class.
+
+    >>> _divided([0, 1, 2, 3, 4], 2), _divided([0, 1, 2, 3, 4], 3)
+    ([[0, 1], [2, 3, 4]], [[0, 1, 2], [3, 4]])
+    """
+    groups = [classes[start : start + per_task] for start in range(0, len(classes), per_task)]
+    return groups if len(groups[-1]) > 1 else [*groups[:-2], groups[-2] + groups[-1]]
 
 
 def _ordered(classes: int, order: Sequence[int] | int | None) -> list[int]:

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from holdfast.runs.plan import Plan
+from holdfast.runs.plan import Plan, default_plan
+from holdfast.study.defaults import defaults_for
+
+_WITH_DEFAULTS = {"digits": "digits", "folder": "folder:"}
+"""The streams with defaults of their own, by the name that `--help` gives them."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,20 @@ class Option:
         name = f"--{self.switch or self.field}"
         return f"{name}/--no-{self.field}" if self.negated else name
 
+    @property
+    def default(self) -> str:
+        """The default values, by stream where they differ; nothing for an option without a value.
+
+        >>> options()["model"].default, options()["epochs"].default, options()["neurons"].default
+        ('paper_cnn; digits: mlp; folder: small_cnn', '30', '')
+        """
+        if self.kind is bool:
+            return ""
+        common = (default_plan() | defaults_for(""))[self.field]
+        others = {name: defaults_for(stream).get(self.field, common) for name, stream in _WITH_DEFAULTS.items()}
+        found = [_short(common), *(f"{name}: {_short(value)}" for name, value in others.items() if value != common)]
+        return "; ".join(found)
+
     def value(self, given: Any) -> Any:
         """The value of the field for a value of the option."""
         return given if self.switch is None else self.switch
@@ -49,7 +67,7 @@ class Option:
         (['--epochs', '20'], ['--neurons'])
         """
         if self.kind is not bool:
-            return [self.declaration, str(value).removesuffix(".0")]
+            return [self.declaration, _short(value)]
         return [f"--no-{self.field}" if value is False else f"--{self.switch or self.field}"]
 
 
@@ -68,3 +86,7 @@ def _kind(hint: Any) -> type:
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return hint if hint in (bool, int, float) else str
+
+
+def _short(value: Any) -> str:
+    return str(value).removesuffix(".0")

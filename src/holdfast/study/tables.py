@@ -99,16 +99,28 @@ def compare(entries: Iterable[Entry]) -> list[Comparison]:
     return [Comparison(*key, sorted(_rows(group), key=_rank)) for key, group in groups.items()]
 
 
+def names(entries: Iterable[Entry]) -> dict[str, str]:
+    """The name of each run by its id, as in a comparison of all runs on its stream, ended or not."""
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.run.stream, entry.run.tasks, entry.run.plan.evaluate_on), []).append(entry)
+    return {entry.run.id: name for group in groups.values() for name, several in _named(group) for entry in several}
+
+
 def _rows(entries: Iterable[Entry]) -> list[Row]:
+    return [Row(name, _once(several)) for name, several in _named(entries)]
+
+
+def _named(entries: Iterable[Entry]) -> list[tuple[str, list[Entry]]]:
     """Group runs that differ only in their seeds. If a name stands for several plans, their differences are added."""
     by_plan: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         by_plan.setdefault((entry.run.name, json.dumps(_settings(entry), sort_keys=True)), []).append(entry)
     by_name: dict[str, list[list[Entry]]] = {}
     for (name, _), seeds in by_plan.items():
-        by_name.setdefault(name, []).append(_once(seeds))
+        by_name.setdefault(name, []).append(seeds)
     return [
-        Row(name if len(several) == 1 else f"{name} ({_differences(seeds, several)})", seeds)
+        (name if len(several) == 1 else f"{name} ({_differences(seeds, several)})", seeds)
         for name, several in by_name.items()
         for seeds in several
     ]
@@ -132,7 +144,12 @@ def _differences(seeds: list[Entry], several: list[list[Entry]]) -> str:
     mine, all_of_them = _settings(seeds[0]), [_settings(each[0]) for each in several]
     keys = dict.fromkeys(key for settings in all_of_them for key in settings)
     differ = [key for key in keys if any(settings.get(key) != mine.get(key) for settings in all_of_them)]
-    return ", ".join(f"{key}={mine.get(key, 'default')}" for key in differ)
+    return ", ".join(f"{key}={_short(mine.get(key, 'default'))}" for key in differ)
+
+
+def _short(value: Any) -> str:
+    """A value without the zero behind a whole number."""
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _rank(row: Row) -> tuple[float, str]:

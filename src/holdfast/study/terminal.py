@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box
 from rich.cells import cell_len
@@ -15,9 +15,10 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from holdfast.errors import printable
+from holdfast.methods.building import defaults_of, summary_of
 from holdfast.study import paper
 from holdfast.study.store import Entry, LeftOut, Run
-from holdfast.study.tables import Comparison, Estimate, Row, percent
+from holdfast.study.tables import Comparison, Estimate, Row, names, percent
 
 if TYPE_CHECKING:
     from holdfast.runs.training import Progress as Where
@@ -104,6 +105,26 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
+# ---- methods ----
+
+
+def methods(chosen: Iterable[str]) -> str:
+    """Each method with what it does, and its settings with their defaults.
+
+    >>> print(methods(["lwf+npc", "finetune"]).splitlines()[-1])
+    finetune: The bare optimizer, with the interface of a method.
+    """
+    lines = []
+    for name in chosen:
+        settings = " ".join(f"{setting}={_default(value)}" for setting, value in defaults_of(name).items())
+        lines += [f"{name}: {summary_of(name)}", *([f"    {settings}"] if settings else [])]
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool | None) else str(value)
+
+
 # ---- tables ----
 
 
@@ -119,16 +140,33 @@ def _table(title: str | None = None) -> Table:
     )
 
 
-def results(comparison: Comparison) -> Table:
-    """The final accuracy on each task and the metrics, best method first."""
+def results(comparison: Comparison, width: int = 80) -> Table:
+    """The final accuracy on each task and the metrics, best method first, in a table that fits the width.
+
+    If the names of the tasks take too much space, they are numbered, and the caption lists them. If the numbers take
+    too much space too, the tasks are left out, and the caption says so.
+    """
+    numbers = [str(number) for number in range(1, len(comparison.tasks) + 1)]
+    listed = "\n".join(f"task {number}: {name}" for number, name in zip(numbers, comparison.tasks, strict=True))
+    tables = (
+        _results(comparison, comparison.tasks, ""),
+        _results(comparison, numbers, listed),
+        _results(comparison, [], "no room for the accuracies on each task: they are on the page and in table.csv"),
+    )
+    wide = Console(width=10_000)
+    return next((table for table in tables if wide.measure(table).minimum <= width), tables[-1])
+
+
+def _results(comparison: Comparison, tasks: Sequence[str], remark: str) -> Table:
     table = _table(f"Accuracy in % at the end: {comparison.title}")
-    table.add_column("method")
-    for name in (*comparison.tasks, "average", "when learned", "forgetting"):
-        table.add_column(_text(name), justify="right")
+    table.add_column("method", overflow="fold")
+    for name in (*tasks, "average", "when learned", "forgetting"):
+        table.add_column(_text(name), justify="right", no_wrap=True, min_width=cell_len(printable(name)))
     for row in comparison.rows:
-        table.add_row(_text(row.name), *_cells(row, len(comparison.tasks)))
+        table.add_row(_text(row.name), *_cells(row, len(tasks)))
     several = max((len(row.records) for row in comparison.rows), default=0)
-    table.caption = "mean over seeds (standard error)" if several > 1 else "one seed: no standard errors"
+    seeds = "mean over seeds (standard error)" if several > 1 else "one seed: no standard errors"
+    table.caption = _text(seeds) + "".join(f"\n{_text(line)}" for line in remark.splitlines())
     return table
 
 
@@ -136,7 +174,7 @@ def _cells(row: Row, tasks: int) -> list[str]:
     if not row.records:
         return ["failed", *[""] * (tasks + 2)]
     metrics = [row.metric(name) for name in ("final", "learned", "forgetting")]
-    return [*(percent(each.mean, 1) for each in row.tasks), *(_cell(each, 1) for each in metrics)]
+    return [*(percent(each.mean, 1) for each in row.tasks[:tasks]), *(_cell(each, 1) for each in metrics)]
 
 
 def _cell(value: Estimate | None, digits: int) -> str:
@@ -179,16 +217,18 @@ def search(sweep: "Sweep") -> Table:
 
 def runs(entries: Iterable[Entry], left_out: Iterable[LeftOut] = ()) -> str:
     """Every run of a study and its state: a line for each, and one with the number of runs in each state."""
-    lines = [_line(entry) for entry in entries]
+    entries = list(entries)
+    named = names(entries)
+    lines = [_line(entry, named[entry.run.id]) for entry in entries]
     lines += [(each.folder.name, "", "", each.state, "") for each in left_out]
     states = Counter(state for *_, state, _ in lines)
     counts = ", ".join(f"{number} {state}" for state, number in states.items()) or "no runs"
     return f"{columns([('run', 'method', 'seed', 'state', 'average, %'), *lines])}\n\n{counts}"
 
 
-def _line(entry: Entry) -> tuple[str, ...]:
+def _line(entry: Entry, name: str) -> tuple[str, ...]:
     final = "" if entry.summary is None else percent(entry.summary["final"] or 0)
-    return entry.run.id, entry.run.name, str(entry.run.plan.seed), entry.state, final
+    return entry.run.id, name, str(entry.run.plan.seed), entry.state, final
 
 
 def columns(lines: Sequence[Sequence[str]]) -> str:

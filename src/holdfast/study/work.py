@@ -1,8 +1,8 @@
 """One run of a study: claim it, train, log the curves, store the record. Shared by all executors."""
 
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,11 +11,12 @@ import torch
 
 from holdfast import atomic
 from holdfast.errors import UserError, describe
+from holdfast.models import build_model
 from holdfast.runs.training import Interrupted, Progress, choose_device, train
 from holdfast.streams import build_stream
 from holdfast.streams.tasks import Stream
 from holdfast.study.logs import Log
-from holdfast.study.store import Entry, Run, Study, claimed
+from holdfast.study.store import Entry, Run, Study, StudyError, claimed
 
 
 class Execution(NamedTuple):
@@ -29,6 +30,8 @@ class Execution(NamedTuple):
     """The number of runs at once. None selects a number that suits the hardware."""
     tensorboard: bool = False
     """Whether to write TensorBoard files."""
+    save_every: float = 60.0
+    """Seconds between two checkpoints of a run."""
 
     @property
     def on_gpu(self) -> bool:
@@ -48,10 +51,28 @@ class Ended(NamedTuple):
 
 
 def prepare(runs: Iterable[Run], execution: Execution) -> None:
-    """Check the device and build every stream once, so that errors appear and downloads finish before the first run."""
+    """Check the device and build every stream and model once.
+
+    So errors appear and downloads finish before the first run. A model has no memory here.
+    """
     choose_device(execution.device)
-    for stream, tasks in dict.fromkeys((run.stream, run.tasks) for run in runs):
-        build_stream(stream, execution.data, tasks=tasks)
+    models: dict[tuple[str, int | None], dict[tuple[str, float], Run]] = {}
+    for run in runs:
+        models.setdefault((run.stream, run.tasks), {}).setdefault((run.plan.model, run.plan.width), run)
+    for (name, tasks), shapes in models.items():
+        stream = build_stream(name, execution.data, tasks=tasks)
+        for (model, width), run in shapes.items():
+            with torch.device("meta"), _named(run):
+                build_model(model, stream.shape, stream.outputs, width)
+
+
+@contextmanager
+def _named(run: Run) -> Iterator[None]:
+    """Add the label and the stream of a run to errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise StudyError(f"{run.label} on {run.stream}: {error}") from None
 
 
 def attempt(study: Study, run: Run, execution: Execution, tell: Callable[[Progress], None]) -> Ended:
@@ -92,7 +113,14 @@ def run_one(
         stream, plan = _stream(run.stream, execution.data, run.tasks), run.plan
         steps = [plan.steps(stream, task) for task in stream.tasks]
         with Log(folder, steps, tensorboard=execution.tensorboard) as log:
-            record = train(stream, plan, device=execution.device, folder=folder, tell=tell, mark=log)
+            record = train(
+                *(stream, plan),
+                device=execution.device,
+                folder=folder,
+                save_every=execution.save_every,
+                tell=tell,
+                mark=log,
+            )
         if record.failure is not None:  # drop the points logged after the failure
             with Log(folder, steps, tensorboard=execution.tensorboard) as log:
                 for point in record.timeline:

@@ -105,7 +105,7 @@ def method_style(number: int, name: str) -> MethodStyle:
     )
 
 
-def shorten(name: str, length: int = 26) -> str:
+def shorten(name: str, length: int = 34) -> str:
     """Cut the middle out of a long name: names of similar methods differ at the end.
 
     >>> shorten("npc rate=0.001 beta=0.7 gain=1.0", 20)
