@@ -352,6 +352,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="an ablation; all by default", metavar="NAME")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epochs", type=float, default=30)
+    parser.add_argument("--test", action="store_true", help="evaluate on test images")
     parser.add_argument("--width", type=float, default=1.0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "ablations")
@@ -361,10 +362,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.is_available()
     how = {"precision": "bf16" if gpu else "float32", "compile": gpu, "width": options.width}
+    if options.test:
+        how["evaluate_on"] = "test"
     stream = build_stream("icifar100", options.data, tasks=TASKS)
     for name in options.names or ABLATIONS:
         for seed in range(options.seeds):
-            path = options.out / f"{file_name(name)}-{seed}.json"
+            path = options.out / f"{file_name(name)}-{'test-' if options.test else ''}{seed}.json"
             if path.exists():
                 continue
             record = train(stream, ABLATIONS[name].plan(seed, options.epochs, **how))

@@ -1,7 +1,9 @@
 """The numbers in docs/dpc.md are those of the committed runs."""
 
+import json
 import re
 from math import hypot
+from statistics import mean
 
 import pytest
 
@@ -138,7 +140,7 @@ def untuned() -> dict[str, dict[str, Row]]:
 
 
 def test_streams_that_nothing_was_tuned_on() -> None:
-    shown = {label: cells for label, *cells in table(3)}
+    shown = {label: cells for label, *cells in table(6)}
     assert list(shown) == list(UNTUNED)
     for number, (stream, found) in enumerate(untuned().items()):
         assert found.keys() == set(UNTUNED), stream
@@ -182,8 +184,40 @@ def test_compact() -> None:
         settings = entry.run.plan.settings
         if settings.get("dpc.kappa", settings.get("kappa")) == 10:
             records[settings.get("compact.weight", 0.0)] = entry.record
-    for label, taken, last, forgetting, average in table(4):
+    for label, taken, last, forgetting, average in table(7):
         record = records[0.0 if label == "none" else float(label)]
         assert taken == ", ".join(f"{100 * value:.0f}%" for value in record.capacity[-1].values())
         numbers = record.matrix[-1][-1], record.summary["forgetting"], record.summary["final"]
         assert [last, forgetting, average] == [f"{100 * value:.2f}" for value in numbers]
+
+
+def test_other_forms() -> None:
+    found = {
+        "DPC rank=128": "dpc rank=128",
+        "without boundaries": "dpc every=100",
+        "input side": "dpc inputs",
+        "LwF+DPC": "lwf+dpc weight=0.2",
+    }
+    for label, average, learned, forgetting in table(3):
+        if label.startswith("product"):
+            continue
+        (row,) = (rows("icifar100-dpc")[name] for start, name in found.items() if label.startswith(start))
+        assert average == row.metric("final").percent()
+        assert [learned, forgetting] == [f"{100 * row.metric(name).mean:.2f}" for name in ("learned", "forgetting")]
+
+
+def test_ten_tasks() -> None:
+    for label, average, learned, forgetting, first, last in table(4):
+        row = rows("icifar100-ten")[label.split(",")[0].lower().replace("fine-tuning", "finetune")]
+        means = [100 * row.metric(name).mean for name in ("learned", "forgetting")]
+        assert [learned, forgetting] == [f"{value:.1f}" for value in means]
+        assert float(average.split()[0]) == pytest.approx(100 * row.metric("final").mean, abs=0.0501)
+        for given, task in ((first, row.tasks[0]), (last, row.tasks[-1])):
+            assert float(given) == pytest.approx(100 * task.mean, abs=0.0501)
+
+
+def test_the_ablations() -> None:
+    records = [json.loads(path.read_text()) for path in (RESULTS / "ablations").glob("*.json")]
+    finals = [f"{100 * mean(record['matrix'][-1]):.2f}" for record in records]
+    for label, averages, *_ in table(5):
+        assert set(re.findall(r"\d+\.\d+", averages)) <= set(finals), label
