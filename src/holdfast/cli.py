@@ -11,7 +11,6 @@ import typer
 
 from holdfast.errors import UserError, describe, printable, warn, warn_in_one_line
 from holdfast.methods import METHODS
-from holdfast.models import check_model
 from holdfast.runs.plan import Plan
 from holdfast.study import paper
 from holdfast.study.options import Option, options
@@ -315,8 +314,6 @@ def _plan(stream: str, method: str, settings: dict[str, Any], fields: dict[str, 
     from holdfast.study import studyfile
     from holdfast.study.defaults import defaults_for
 
-    if "model" in fields:
-        check_model(fields["model"])
     plan = Plan(method, settings=settings, **(defaults_for(stream) | fields))
     studyfile.check_settings(method, settings)
     return plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 from holdfast.methods import parts_of
 from holdfast.methods.settings import Fraction, Positive, Range, number
-from holdfast.models import MODELS
+from holdfast.models import MODELS, check_model
 
 if TYPE_CHECKING:
     from holdfast.streams.tasks import Stream, Task
@@ -103,8 +103,7 @@ class Plan:
         for name, hint in _hints().items():
             object.__setattr__(self, name, _checked(name, _plain(name, getattr(self, name)), hint))
         parts_of(self.method)
-        if self.model not in MODELS:
-            raise ValueError(f"unknown model {self.model!r}; available: {', '.join(MODELS)}")
+        check_model(self.model)
         for name in self.settings:  # a training loop provides these two: see `holdfast.methods.method.Needs`
             if (setting := name.rpartition(".")[2]) in ("free", "example"):
                 raise ValueError(f"{setting} is not a setting of a plan: a run provides it itself")

@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, get_type_hints
 from holdfast.errors import alternatives
 from holdfast.methods import METHODS
 from holdfast.methods.building import check, defaults_of
-from holdfast.models import check_model
 from holdfast.runs.plan import Plan
 from holdfast.study.defaults import defaults_for
 from holdfast.study.store import Run, StudyError
@@ -326,8 +325,6 @@ def _fits(given: Any) -> bool:
 def _of_plan(key: str, given: Any) -> Any:
     if get_type_hints(Plan)[key] is str and not isinstance(given, str):
         raise ValueError(f"{key} must be a name in quotes, got {given!r}")
-    if key == "model":
-        check_model(given)
     Plan(**{"method": "finetune", key: given})
     return given
 
